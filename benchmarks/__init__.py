@@ -1,0 +1,1 @@
+"""Simulated vLLM replica, demo, trace replay and measurements."""

@@ -1,0 +1,1 @@
+"""Puts replicas and a trainer on HF Jobs, Slurm, Kubernetes and compose."""

@@ -1,0 +1,1 @@
+"""The daemon: settings, data plane, control plane, metrics, status, command line."""

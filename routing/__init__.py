@@ -1,0 +1,1 @@
+"""Which replica gets a rollout: block hashes, prefix table, policies and their registry. Pure."""

@@ -1,0 +1,1 @@
+"""Starts, watches and stops the daemon and the trainer."""

@@ -1,0 +1,1 @@
+"""Trainer scripts that run unmodified TRL behind rollmux."""
