@@ -1,0 +1,95 @@
+"""What a generation's body says to routing. Parsed once; forwarded as the bytes that came."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """``model`` is empty where the body names none: vLLM then serves its base model."""
+
+    model: str
+    prompt: Sequence[int] | bytes
+    weight: int
+    """Rollouts the call asks for: prompts times ``n``."""
+    stream: bool
+
+
+class NotJson(ValueError):
+    """The body is no JSON object."""
+
+
+MAX_WEIGHT = 4096
+"""Bound of what one call can add to a replica's load, whatever ``n`` it names."""
+
+
+def parse(body: bytes) -> Generation:
+    """Read ``model``, ``prompt`` or ``messages``, ``n`` and ``stream``; raise ``NotJson``.
+
+    Whatever else is wrong with the body is for the replica to say.
+    """
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        data = _lenient(body)
+    if not isinstance(data, dict):
+        raise NotJson(f"the body is a JSON {_kind(data)}, not an object")
+    model = data.get("model")
+    prompt, prompts = _prompt(data)
+    n = data.get("n", 1)
+    weight = prompts * n if isinstance(n, int) and not isinstance(n, bool) and n > 0 else prompts
+    return Generation(
+        model=model if isinstance(model, str) else "",
+        prompt=prompt,
+        weight=min(weight, MAX_WEIGHT),
+        stream=data.get("stream") is True,
+    )
+
+
+def _lenient(body: bytes) -> Any:
+    """Python's parser takes what orjson does not (NaN, integers past 64 bits), as vLLM's does."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as exc:
+        where = str(exc) if isinstance(exc, json.JSONDecodeError) else type(exc).__name__
+        raise NotJson(f"the body is not JSON: {where}") from exc
+
+
+def _prompt(data: dict[str, Any]) -> tuple[Sequence[int] | bytes, int]:
+    """The first prompt, and how many there are."""
+    for key in ("prompt", "token_ids"):
+        value = data.get(key)
+        if isinstance(value, str):
+            return value.encode("utf-8", "surrogatepass"), 1
+        if isinstance(value, list) and value:
+            first = value[0]
+            if isinstance(first, list):
+                return first, len(value)
+            if isinstance(first, str):
+                return first.encode("utf-8", "surrogatepass"), len(value)
+            return value, 1
+    messages = data.get("messages")
+    if messages is None:
+        return b"", 1
+    # What a chat template puts first comes first. Without the closing bracket a longer
+    # conversation begins with the bytes of a shorter one.
+    head = [data[key] for key in ("system", "tools") if data.get(key) is not None]
+    return (orjson_bytes(head) if head else b"") + orjson_bytes(messages)[:-1], 1
+
+
+def orjson_bytes(value: Any) -> bytes:
+    try:
+        return orjson.dumps(value)
+    except (TypeError, ValueError):
+        return json.dumps(value).encode("utf-8", "surrogatepass")
+
+
+def _kind(value: Any) -> str:
+    names = {list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")

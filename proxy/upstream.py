@@ -1,0 +1,452 @@
+"""HTTP/1.1 to one replica: a small protocol on httptools and a stack of idle connections.
+
+Generations go through here and nothing else does. What it promises: a reply is whole, or comes
+chunk by chunk, or is an ``UpstreamBroken``; a caller that goes away closes its connection; a
+connection that a server closed while it lay idle costs nobody an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from enum import IntEnum
+from typing import cast
+from urllib.parse import SplitResult, urlsplit
+
+import httptools
+
+from broadcast.answer import Cause
+
+IDLE_S = 4.0
+"""A connection idle for longer is not used again. vLLM closes them after 5 s
+(``VLLM_HTTP_TIMEOUT_KEEP_ALIVE``, vLLM 0.27.1, vllm/envs.py)."""
+RACE_S = 1.0
+"""A reused connection lost within this time after sending was closed by its server while idle."""
+CONNECT_TIMEOUT_S = 10.0
+HEAD_LIMIT_BYTES = 256 * 1024
+"""Past it a reply's header block is malformed. Seen from real edges: 40 kB."""
+WHOLE_LIMIT_BYTES = 64 * 1024 * 1024
+"""Past it a complete reply is passed on as it comes. A 30 MB reply (log-probs) has been seen."""
+HIGH_WATER_BYTES = 256 * 1024
+"""A stream whose client reads slowly is read no further ahead than this."""
+LOW_WATER_BYTES = 64 * 1024
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class UpstreamBroken(Exception):
+    """The replica gave no whole reply. ``began`` tells whether its head had come."""
+
+    def __init__(self, cause: Cause, detail: str, *, began: bool = False) -> None:
+        super().__init__(detail)
+        self.cause = cause
+        self.detail = detail
+        self.began = began
+
+
+class _Until(IntEnum):
+    """What a waiter waits for."""
+
+    NOTHING = 0
+    HEAD = 1
+    CHUNK = 2
+    WHOLE = 3
+
+
+class Reply:
+    """One reply as it comes in. Read by one task, written by its connection."""
+
+    __slots__ = (
+        "_chunks",
+        "_complete",
+        "_connection",
+        "_error",
+        "_size",
+        "_until",
+        "_waiter",
+        "body_length_known",
+        "headers",
+        "status",
+    )
+
+    def __init__(self, connection: _Connection) -> None:
+        self.status = 0
+        self.headers: Headers = []
+        self.body_length_known = False
+        self._connection: _Connection | None = connection
+        self._chunks: list[bytes] = []
+        self._size = 0
+        self._complete = False
+        self._error: UpstreamBroken | None = None
+        self._until = _Until.NOTHING
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self._complete
+
+    def header(self, name: bytes) -> bytes:
+        """The first value of a header (name in lower case), or nothing."""
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return b""
+
+    async def head(self) -> None:
+        """Until status and headers are here."""
+        while not self.status:
+            await self._wait(_Until.HEAD)
+
+    async def whole(self) -> bytes | None:
+        """The complete body; None when it grew past ``WHOLE_LIMIT_BYTES`` (then read chunks)."""
+        if self._connection is not None:
+            self._connection.resume_reading()
+        while not self._complete:
+            if self._size > WHOLE_LIMIT_BYTES:
+                return None
+            await self._wait(_Until.WHOLE)
+        body = b"".join(self._chunks) if len(self._chunks) != 1 else self._chunks[0]
+        self._chunks = [body]
+        return body
+
+    async def chunk(self) -> bytes:
+        """The next piece of the body; empty at its end."""
+        while not self._chunks and not self._complete:
+            await self._wait(_Until.CHUNK)
+        if not self._chunks:
+            return b""
+        data = b"".join(self._chunks)
+        self._chunks.clear()
+        self._size = 0
+        if self._connection is not None:
+            self._connection.resume_reading()
+        return data
+
+    def abort(self, cause: Cause = Cause.RESET, detail: str = "given up") -> None:
+        """Close the connection, unless the reply is complete; whoever waits gets the error."""
+        if self._connection is not None:
+            self._connection.fail(cause, detail)
+
+    async def _wait(self, until: _Until) -> None:
+        if self._error is not None:
+            raise self._error
+        self._until = until
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._until = _Until.NOTHING
+            self._waiter = None
+        if self._error is not None:
+            raise self._error
+
+    # Written by the connection.
+
+    def on_head(self, status: int) -> None:
+        self.status = status
+        if self._until in (_Until.HEAD, _Until.CHUNK):
+            self._wake()
+
+    def on_data(self, data: bytes) -> None:
+        self._chunks.append(data)
+        self._size += len(data)
+        if self._until == _Until.CHUNK:
+            self._wake()
+        elif self._until == _Until.WHOLE:
+            if self._size > WHOLE_LIMIT_BYTES:
+                self._wake()
+        elif self._size > HIGH_WATER_BYTES and self._connection is not None:
+            self._connection.pause_reading()
+
+    def on_complete(self) -> None:
+        self._complete = True
+        self._connection = None
+        self._wake()
+
+    def on_error(self, error: UpstreamBroken) -> None:
+        self._error = error
+        self._connection = None
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _Connection(asyncio.Protocol):
+    """One connection; carries one exchange at a time."""
+
+    __slots__ = (
+        "_head_bytes",
+        "_informational",
+        "_parser",
+        "_pool",
+        "_reading_paused",
+        "_reply",
+        "_transport",
+        "idle_since_s",
+    )
+
+    def __init__(self, pool: Upstream) -> None:
+        self._pool = pool
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._reply: Reply | None = None
+        self._head_bytes = 0
+        self._informational = False
+        self._reading_paused = False
+        self.idle_since_s = 0.0
+
+    @property
+    def alive(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    def send(self, head: bytes, body: bytes) -> Reply:
+        assert self._transport is not None
+        assert self._reply is None
+        reply = self._reply = Reply(self)
+        self._head_bytes = 0
+        self._transport.writelines((head, body) if body else (head,))
+        return reply
+
+    def fail(self, cause: Cause, detail: str) -> None:
+        """End the exchange with an error and the connection with it."""
+        reply, self._reply = self._reply, None
+        if self._transport is not None:
+            self._transport.abort()
+        if reply is not None:
+            reply.on_error(UpstreamBroken(cause, detail, began=bool(reply.status)))
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def pause_reading(self) -> None:
+        if not self._reading_paused and self.alive:
+            self._reading_paused = True
+            cast(asyncio.Transport, self._transport).pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._reading_paused and self.alive:
+            self._reading_paused = False
+            cast(asyncio.Transport, self._transport).resume_reading()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._pool.opened.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._pool.opened.discard(self)
+        reply, self._reply = self._reply, None
+        if reply is None:
+            return
+        if exc is None and reply.status and not reply.body_length_known:
+            reply.on_complete()  # the body ends where the connection does
+        else:
+            detail = f"connection lost{f' ({exc})' if exc else ''}"
+            reply.on_error(UpstreamBroken(Cause.RESET, detail, began=bool(reply.status)))
+
+    def data_received(self, data: bytes) -> None:
+        reply = self._reply
+        if reply is None:  # nothing was asked: a server that talks out of turn
+            self.close()
+            return
+        if not reply.status:
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_LIMIT_BYTES and len(data) < HEAD_LIMIT_BYTES:
+                self.fail(Cause.RESET, f"header block over {HEAD_LIMIT_BYTES} bytes")
+                return
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
+            self.fail(Cause.RESET, f"not an HTTP/1.1 reply ({exc})")
+
+    # httptools
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        reply = self._reply
+        if reply is None:
+            return
+        name = name.lower()
+        if name == b"content-length" or (
+            name == b"transfer-encoding" and value.lower().endswith(b"chunked")
+        ):
+            reply.body_length_known = True
+        reply.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        reply = self._reply
+        if reply is None:
+            return
+        if status < 200:
+            self._informational = True
+            reply.headers.clear()
+            reply.body_length_known = False
+            return
+        if status in (204, 304):
+            reply.body_length_known = True
+        reply.on_head(status)
+
+    def on_body(self, data: bytes) -> None:
+        if self._reply is not None:
+            self._reply.on_data(data)
+
+    def on_message_complete(self) -> None:
+        if self._informational:
+            self._informational = False
+            return
+        reply, self._reply = self._reply, None
+        if reply is None:
+            return
+        if self._parser.should_keep_alive() and self.alive:
+            self.resume_reading()
+            self._pool.give_back(self)
+        else:
+            self.close()
+        reply.on_complete()
+
+
+class Upstream:
+    """The connections to one replica.
+
+    ``url`` may have a base path, which is kept. ``context`` is used for ``https``.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
+        parts: SplitResult = urlsplit(url)
+        secure = parts.scheme == "https"
+        self.host = parts.hostname or ""
+        self.port = parts.port or (443 if secure else 80)
+        self.base_path = parts.path.rstrip("/").encode()
+        netloc = parts.netloc.rpartition("@")[2]
+        self.host_header = netloc.encode()
+        self.secure = secure
+        self.opened: set[_Connection] = set()
+        self._context = context if secure else None
+        self._idle: list[_Connection] = []
+        self._sweep: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Upstream {self.host}:{self.port} {len(self.opened)} open, {len(self._idle)} idle>"
+
+    async def ask(self, head: bytes, body: bytes, *, whole: bool) -> Reply:
+        """Send one request; return when its reply is here: all of it, or its head.
+
+        A ``whole`` reply past ``WHOLE_LIMIT_BYTES`` comes back incomplete, to be read in chunks.
+        Raises ``UpstreamBroken``. Cancelling it closes the connection.
+        """
+        loop = asyncio.get_running_loop()
+        connection = self._take_idle(loop.time())
+        while True:
+            reused = connection is not None
+            if connection is None:
+                connection = await self._connect()
+            sent_s = loop.time()
+            reply = connection.send(head, body)
+            try:
+                if whole:
+                    await reply.whole()
+                else:
+                    await reply.head()
+                return reply
+            except UpstreamBroken as exc:
+                lost_race = reused and not exc.began and loop.time() - sent_s < RACE_S
+                if not lost_race or exc.cause is not Cause.RESET:
+                    raise
+                connection = None  # once more, on a fresh one
+            except BaseException:
+                reply.abort()
+                raise
+
+    def give_back(self, connection: _Connection) -> None:
+        if self._closed:
+            connection.close()
+            return
+        loop = asyncio.get_running_loop()
+        connection.idle_since_s = loop.time()
+        self._idle.append(connection)
+        if self._sweep is None:
+            self._sweep = loop.call_later(IDLE_S / 2, self._sweep_idle)
+
+    def break_all(self, cause: Cause, detail: str) -> None:
+        """End every exchange that is under way; their callers get ``UpstreamBroken``."""
+        for connection in list(self.opened):
+            connection.fail(cause, detail)
+        self._idle.clear()
+
+    def close(self) -> None:
+        """Close idle connections; busy ones close after their exchange."""
+        self._closed = True
+        if self._sweep is not None:
+            self._sweep.cancel()
+            self._sweep = None
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+    def _take_idle(self, now_s: float) -> _Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.alive:
+                continue
+            if now_s - connection.idle_since_s < IDLE_S:
+                return connection
+            connection.close()
+        return None
+
+    def _sweep_idle(self) -> None:
+        loop = asyncio.get_running_loop()
+        oldest_s = loop.time() - IDLE_S
+        kept = []
+        for connection in self._idle:
+            if not connection.alive:
+                continue
+            if connection.idle_since_s > oldest_s:
+                kept.append(connection)
+            else:
+                connection.close()
+        self._idle = kept
+        self._sweep = loop.call_later(IDLE_S / 2, self._sweep_idle) if kept else None
+
+    async def _connect(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                transport, connection = await loop.create_connection(
+                    lambda: _Connection(self),
+                    self.host,
+                    self.port,
+                    ssl=self._context,
+                    server_hostname=self.host if self._context else None,
+                )
+        except TimeoutError as exc:
+            raise UpstreamBroken(
+                Cause.UNREACHABLE, f"no connection within {CONNECT_TIMEOUT_S:g} s"
+            ) from exc
+        except ConnectionRefusedError as exc:
+            raise UpstreamBroken(Cause.REFUSED, "connection refused") from exc
+        except (OSError, ssl.SSLError) as exc:
+            raise UpstreamBroken(Cause.UNREACHABLE, f"cannot connect ({exc})") from exc
+        _keep_alive(transport.get_extra_info("socket"))
+        return connection
+
+
+def _keep_alive(sock: socket.socket | None) -> None:
+    """Let the kernel notice, within two minutes, a host that vanished while we wait for a reply."""
+    if sock is None:
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, seconds in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 6)):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
