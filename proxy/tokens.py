@@ -1,0 +1,115 @@
+"""The bearer token for replicas: where it comes from, and which replica may see it."""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from urllib.parse import urlsplit
+
+REREAD_S = 1.0
+"""A token file is looked at no more often than this."""
+HF_JOBS_SUFFIX = ".hf.jobs"
+
+
+class TokenError(ValueError):
+    """The token cannot be read; the message says where it was looked for, never what it is."""
+
+
+def clean(text: str, source: str) -> str:
+    """A token without its surrounding white space; ``TokenError`` if it cannot be a header."""
+    token = text.strip()
+    if not token:
+        raise TokenError(f"the token in {source} is empty")
+    if not token.isascii() or any(c <= " " or c == "\x7f" for c in token):
+        raise TokenError(f"the token in {source} has a character that no HTTP header can carry")
+    return token
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Bearer:
+    """Hands out the ``authorization`` value for a replica, or nothing.
+
+    ``hf_jobs_only`` is for a token that nobody named (``HF_TOKEN``): it goes to
+    ``https://*.hf.jobs`` and nowhere else. A token never goes over plain ``http`` to a host that is
+    not loopback, unless ``over_http``.
+    """
+
+    def __init__(
+        self,
+        *,
+        token: str | None = None,
+        path: Path | None = None,
+        hf_jobs_only: bool = False,
+        over_http: bool = False,
+        hosts: Collection[str] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path = path
+        self._hf_jobs_only = hf_jobs_only
+        self._over_http = over_http
+        self._hosts = set(hosts)
+        self._clock = clock
+        self._token = token
+        self._stamp: tuple[int, int, int] | None = None
+        self._looked_s = -REREAD_S
+        if path is not None:
+            self._reread()
+
+    def __repr__(self) -> str:
+        return f"<Bearer from {self._path or 'the environment' if self._token else 'nowhere'}>"
+
+    def trust(self, url: str) -> None:
+        """The user named this replica: its host may have the token."""
+        self._hosts.add(urlsplit(url).hostname or "")
+
+    def allowed(self, url: str) -> bool:
+        """Whether a replica may see the token at all."""
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        if self._hf_jobs_only:
+            return parts.scheme == "https" and host.endswith(HF_JOBS_SUFFIX)
+        if host not in self._hosts:
+            return False
+        return parts.scheme == "https" or self._over_http or is_loopback(host)
+
+    def value(self) -> bytes:
+        """``Bearer …`` as it stands now, or nothing."""
+        if self._path is not None and self._clock() - self._looked_s >= REREAD_S:
+            self._reread()
+        return b"Bearer " + self._token.encode() if self._token else b""
+
+    def rejected(self) -> None:
+        """A replica refused the token: look at the file at once when it is next needed."""
+        self._stamp = None
+        self._looked_s = -REREAD_S
+
+    def redact(self, text: str) -> str:
+        """``text`` without the token, should a replica have echoed it."""
+        return text.replace(self._token, "***") if self._token else text
+
+    def _reread(self) -> None:
+        assert self._path is not None
+        self._looked_s = self._clock()
+        try:
+            stat = self._path.stat()
+            stamp = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+            if stamp != self._stamp:
+                self._token = clean(self._path.read_text(), f"file {self._path}")
+                self._stamp = stamp
+        except (OSError, UnicodeDecodeError) as exc:
+            if self._token is None:
+                why = getattr(exc, "strerror", None) or "not text"
+                raise TokenError(f"cannot read the token file {self._path}: {why}") from exc
+        except TokenError:
+            if self._token is None:  # a file caught half-written keeps the old token in use
+                raise
