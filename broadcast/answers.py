@@ -1,0 +1,163 @@
+"""What a replica's answer to loading or unloading an adapter means.
+
+Rows are tried from the top; the first that fits decides. Shapes and words are those of vLLM 0.27.1
+(``entrypoints/openai/models/serving.py`` and ``lora/``), tried on a real replica. vLLM rewrites
+paths in its messages to ``<path>``, so nothing here reads a path.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from enum import StrEnum
+
+from broadcast.answer import Answer, NoAnswer
+
+
+class LoadOutcome(StrEnum):
+    """What one attempt to load came to."""
+
+    LOADED = "loaded"
+    NOT_VISIBLE = "not_visible"
+    """The files are not there yet, or not whole yet: the same load may work later."""
+    ALREADY = "already"
+    """The name is taken there. Says nothing about which weights it stands for."""
+    REFUSED = "refused"
+    """vLLM will not have this adapter."""
+    ENDPOINT_MISSING = "endpoint_missing"
+    """The server was started without runtime LoRA updating."""
+    ENGINE_DEAD = "engine_dead"
+    NOT_VLLM = "not_vllm"
+    """Something between us and vLLM answered: a bad token, or an edge's own page."""
+    UNKNOWN = "unknown"
+    """It may have been carried out, or may yet be."""
+    NEVER_RECEIVED = "never_received"
+    """It did not reach the replica."""
+
+
+class UnloadOutcome(StrEnum):
+    """What one attempt to unload came to."""
+
+    GONE = "gone"
+    """The name is not there now, whether or not it was."""
+    REFUSED = "refused"
+    ENDPOINT_MISSING = "endpoint_missing"
+    ENGINE_DEAD = "engine_dead"
+    NOT_VLLM = "not_vllm"
+    UNKNOWN = "unknown"
+    NEVER_RECEIVED = "never_received"
+
+
+_HALF_PUBLISHED = re.compile(
+    # The directory is there, the weights file is not (lora/lora_model.py, from_local_checkpoint).
+    r"doesn't contain tensors"
+    # The weights file is empty, cut short, or has its size but not its bytes (safetensors 0.8).
+    r"|Error while deserializing"
+    # adapter_config.json is empty or cut short: each message json.load has for that.
+    r"|Expecting (?:value|property name|'[,:]' delimiter)|Unterminated string starting at"
+    # The same file cut where it still parses (lora/peft_helper.py, from_dict).
+    r"|Missing required configuration fields"
+    # The mount is sick or remounting: EIO, ESTALE, ENOTCONN (FUSE daemon gone).
+    r"|\[Errno (?:5|116|107)\]|Input/output error|Stale file handle"
+    r"|Transport endpoint is not connected"
+)
+"""The 500s of a directory that is half there. They come as plain InternalServerError, like the
+refusals that are for good ("LoRA rank 16 is greater than max_lora_rank 8.", "vLLM does not yet
+support DoRA."), and differ from them in the message alone."""
+
+_ENGINE_DEAD = "EngineCore encountered an issue"
+"""vLLM 0.27.1, EngineDeadError, sent as 500."""
+
+
+def classify_load(answer: Answer | NoAnswer) -> LoadOutcome:
+    """What the answer to ``POST /v1/load_lora_adapter`` means."""
+    if isinstance(answer, NoAnswer):
+        # Refused, or never connected: not received. Reset or timed out: vLLM does not cancel a load
+        # when its client hangs up (no with_cancellation on that route), so it may still happen.
+        return LoadOutcome.NEVER_RECEIVED if answer.never_received else LoadOutcome.UNKNOWN
+    status, text = answer.status, words(answer)
+    if _edge(answer):
+        return LoadOutcome.NOT_VLLM
+    if status == 200:  # text "Success: LoRA adapter 'x' added successfully.", no content type
+        return LoadOutcome.LOADED
+    if _gateway(answer):
+        return LoadOutcome.UNKNOWN
+    if status == 503 or _ENGINE_DEAD in text:
+        return LoadOutcome.ENGINE_DEAD
+    if status == 404:
+        # "Loading lora x failed: No adapter found for …" (LoRAAdapterNotFoundError); without it the
+        # route itself is missing: Starlette's {"detail":"Not Found"}.
+        missing = "No adapter found" not in text
+        return LoadOutcome.ENDPOINT_MISSING if missing else LoadOutcome.NOT_VISIBLE
+    if status == 400 and "has already been loaded" in text:
+        return LoadOutcome.ALREADY
+    if status >= 500 and _HALF_PUBLISHED.search(text):
+        return LoadOutcome.NOT_VISIBLE
+    return LoadOutcome.REFUSED
+
+
+def classify_unload(answer: Answer | NoAnswer) -> UnloadOutcome:
+    """What the answer to ``POST /v1/unload_lora_adapter`` means."""
+    if isinstance(answer, NoAnswer):
+        return UnloadOutcome.NEVER_RECEIVED if answer.never_received else UnloadOutcome.UNKNOWN
+    status, text = answer.status, words(answer)
+    if _edge(answer):
+        return UnloadOutcome.NOT_VLLM
+    if status == 200:  # "Success: LoRA adapter 'x' removed successfully."
+        return UnloadOutcome.GONE
+    if _gateway(answer):
+        return UnloadOutcome.UNKNOWN
+    if status == 503 or _ENGINE_DEAD in text:
+        return UnloadOutcome.ENGINE_DEAD
+    if status == 404:  # NotFoundError "The lora adapter 'x' cannot be found.", or no such route
+        found_out = "cannot be found" in text
+        return UnloadOutcome.GONE if found_out else UnloadOutcome.ENDPOINT_MISSING
+    return UnloadOutcome.REFUSED
+
+
+def words(answer: Answer, limit: int = 2048) -> str:
+    """The message of an error body, or its text where it has none; at most ``limit`` characters."""
+    data = _json(answer)
+    if isinstance(data, dict):
+        # {"error": {"message": …}}; {"error": "…"} (dev endpoints); {"message": …} (older vLLM);
+        # {"detail": …} (Starlette).
+        found = data.get("error", data.get("message", data.get("detail")))
+        if isinstance(found, dict):
+            found = found.get("message")
+        if isinstance(found, str):
+            return found if len(found) <= limit else found[:limit] + "…"
+    return answer.text(limit)
+
+
+def _edge(answer: Answer) -> bool:
+    """Not vLLM's: 401 and 403 always (the token, or an edge); a redirect; a page of HTML.
+
+    A page with 502, 503 or 504 is left to ``_gateway``: an edge that lost the answer.
+    """
+    if answer.status in (401, 403) or 300 <= answer.status < 400:
+        return True
+    return _html(answer) and answer.status not in (502, 503, 504)
+
+
+def _gateway(answer: Answer) -> bool:
+    """Something in between lost the replica's answer: it may have been carried out.
+
+    vLLM itself sends neither 502 nor 504, and its own 503 is empty or JSON.
+    """
+    if answer.status in (502, 504):
+        return True
+    return answer.status == 503 and bool(answer.body.strip()) and _json(answer) is None
+
+
+def _html(answer: Answer) -> bool:
+    start = answer.body[:256].lstrip().lower()
+    return "html" in answer.content_type or start.startswith((b"<!doctype", b"<html"))
+
+
+def _json(answer: Answer) -> object:
+    if answer.body[:64].lstrip()[:1] != b"{":
+        return None
+    try:
+        return json.loads(answer.body)  # type: ignore[no-any-return]
+    except ValueError:
+        return None

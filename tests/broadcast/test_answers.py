@@ -1,0 +1,122 @@
+"""Each row of the table of what an answer to a load or an unload means, in vLLM's own words."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from broadcast.answer import Answer, Cause, NoAnswer
+from broadcast.answers import LoadOutcome as L
+from broadcast.answers import UnloadOutcome as U
+from broadcast.answers import classify_load, classify_unload, words
+
+
+def vllm(status: int, message: str, kind: str = "InternalServerError") -> Answer:
+    """An error as vLLM 0.27.1 sends it."""
+    body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return Answer(status, json.dumps(body).encode(), "application/json")
+
+
+def worker(message: str) -> Answer:
+    """A load that failed in the engine."""
+    return vllm(
+        500,
+        f"Call to add_lora method failed: Worker failed with error '{message}', please check the "
+        "stack trace above for the root cause",
+    )
+
+
+HTML = b"<!DOCTYPE html>\n<html><body>Sorry</body></html>"
+DESERIALIZING = "Error while deserializing header: "
+
+LOADS = [
+    (Answer(200, b"Success: LoRA adapter 'a1' added successfully."), L.LOADED),
+    (vllm(404, "Loading lora x failed: No adapter found for /l/x", "NotFoundError"), L.NOT_VISIBLE),
+    (vllm(404, "Loading lora x failed: No adapter found for <path>"), L.NOT_VISIBLE),
+    (worker("/l/x doesn't contain tensors"), L.NOT_VISIBLE),
+    (worker(DESERIALIZING + "header too small"), L.NOT_VISIBLE),
+    (worker(DESERIALIZING + "incomplete metadata, file not fully covered"), L.NOT_VISIBLE),
+    (worker("Expecting property name enclosed in double quotes: line 1"), L.NOT_VISIBLE),
+    (worker("Expecting value: line 1 column 1 (char 0)"), L.NOT_VISIBLE),
+    (worker("Expecting ',' delimiter: line 3 column 1 (char 40)"), L.NOT_VISIBLE),
+    (worker("Expecting ':' delimiter: line 3 column 1 (char 40)"), L.NOT_VISIBLE),
+    (worker("Unterminated string starting at: line 1 column 6 (char 5)"), L.NOT_VISIBLE),
+    (worker("Missing required configuration fields: {'r'}"), L.NOT_VISIBLE),
+    (worker("[Errno 5] Input/output error: '<path>'"), L.NOT_VISIBLE),
+    (worker("[Errno 116] Stale file handle: '<path>'"), L.NOT_VISIBLE),
+    (worker("[Errno 107] Transport endpoint is not connected"), L.NOT_VISIBLE),
+    (
+        vllm(
+            400, "The lora adapter 'a1' has already been loaded. If you want …", "InvalidUserInput"
+        ),
+        L.ALREADY,
+    ),
+    (worker("LoRA rank 16 is greater than max_lora_rank 8."), L.REFUSED),
+    (worker("vLLM does not yet support DoRA."), L.REFUSED),
+    (worker("vLLM only supports modules_to_save being None."), L.REFUSED),
+    (worker("[Errno 51] Something else"), L.REFUSED),
+    (vllm(400, "1 validation error: …", "Bad Request"), L.REFUSED),
+    (vllm(400, "Error while deserializing the request"), L.REFUSED),
+    (Answer(500, b"Traceback (most recent call last):\n  boom\n", "text/plain"), L.REFUSED),
+    (Answer(404, b'{"detail":"Not Found"}', "application/json"), L.ENDPOINT_MISSING),
+    (vllm(500, "EngineCore encountered an issue. See stack trace above"), L.ENGINE_DEAD),
+    (Answer(503), L.ENGINE_DEAD),
+    (Answer(401, b'{"error":"Unauthorized"}', "application/json"), L.NOT_VLLM),
+    (Answer(403, b"", ""), L.NOT_VLLM),
+    (Answer(404, HTML, "text/html; charset=utf-8"), L.NOT_VLLM),
+    (Answer(404, HTML), L.NOT_VLLM),
+    (Answer(200, HTML, "text/html"), L.NOT_VLLM),
+    (Answer(307, b"", ""), L.NOT_VLLM),
+    (Answer(500, HTML, "text/html"), L.NOT_VLLM),
+    (Answer(502, HTML, "text/html"), L.UNKNOWN),
+    (Answer(504, b"upstream request timeout", "text/plain"), L.UNKNOWN),
+    (Answer(503, b"no healthy upstream", "text/plain"), L.UNKNOWN),
+    (NoAnswer(Cause.RESET), L.UNKNOWN),
+    (NoAnswer(Cause.TIMEOUT), L.UNKNOWN),
+    (NoAnswer(Cause.REFUSED), L.NEVER_RECEIVED),
+    (NoAnswer(Cause.UNREACHABLE), L.NEVER_RECEIVED),
+]
+
+
+@pytest.mark.parametrize(("answer", "outcome"), LOADS)
+def test_load_answer_means(answer: Answer | NoAnswer, outcome: L) -> None:
+    assert classify_load(answer) is outcome
+
+
+UNLOADS = [
+    (Answer(200, b"Success: LoRA adapter 'x' removed successfully."), U.GONE),
+    (vllm(404, "The lora adapter 'x' cannot be found.", "NotFoundError"), U.GONE),
+    (Answer(404, b'{"detail":"Not Found"}', "application/json"), U.ENDPOINT_MISSING),
+    (vllm(400, "'lora_name' needs to be provided"), U.REFUSED),
+    (vllm(500, "EngineCore encountered an issue."), U.ENGINE_DEAD),
+    (Answer(503), U.ENGINE_DEAD),
+    (Answer(401, b""), U.NOT_VLLM),
+    (Answer(404, HTML, "text/html"), U.NOT_VLLM),
+    (Answer(502, HTML, "text/html"), U.UNKNOWN),
+    (NoAnswer(Cause.RESET), U.UNKNOWN),
+    (NoAnswer(Cause.TIMEOUT), U.UNKNOWN),
+    (NoAnswer(Cause.REFUSED), U.NEVER_RECEIVED),
+]
+
+
+@pytest.mark.parametrize(("answer", "outcome"), UNLOADS)
+def test_unload_answer_means(answer: Answer | NoAnswer, outcome: U) -> None:
+    assert classify_unload(answer) is outcome
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b'{"error":{"message":"m","type":"t"}}', "m"),
+        (b'{"error":"Failed to pause generation"}', "Failed to pause generation"),
+        (b'{"object":"error","message":"old"}', "old"),
+        (b'{"detail":"Not Found"}', "Not Found"),
+        (b'{"detail":[1]}', '{"detail":[1]}'),
+        (b"{cut", "{cut"),
+        (b"\xff plain", "� plain"),
+        (b'{"error":{"message":"' + b"x" * 5000 + b'"}}', "x" * 2048 + "…"),
+    ],
+)
+def test_words_are_the_message_and_bounded(body: bytes, text: str) -> None:
+    assert words(Answer(500, body)) == text
