@@ -158,6 +158,7 @@ def _json(answer: Answer) -> object:
     if answer.body[:64].lstrip()[:1] != b"{":
         return None
     try:
-        return json.loads(answer.body)  # type: ignore[no-any-return]
+        data: object = json.loads(answer.body)
     except ValueError:
         return None
+    return data

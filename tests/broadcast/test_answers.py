@@ -47,9 +47,7 @@ LOADS = [
     (worker("[Errno 116] Stale file handle: '<path>'"), L.NOT_VISIBLE),
     (worker("[Errno 107] Transport endpoint is not connected"), L.NOT_VISIBLE),
     (
-        vllm(
-            400, "The lora adapter 'a1' has already been loaded. If you want …", "InvalidUserInput"
-        ),
+        vllm(400, "The lora adapter 'a1' has already been loaded. If …", "InvalidUserInput"),
         L.ALREADY,
     ),
     (worker("LoRA rank 16 is greater than max_lora_rank 8."), L.REFUSED),
