@@ -25,13 +25,26 @@ class ProxyError(Exception):
     secret.
     """
 
-    def __init__(
-        self, message: str, *, param: str | None = None, retry_after_s: float | None = None
-    ) -> None:
+    def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
         """The field of the request that is at fault, as vLLM names it."""
-        self.retry_after_s = retry_after_s
+        self.retry_after_s: float | None = None
+
+    @property
+    def status(self) -> int:
+        """HTTP status of the answer."""
+        return TABLE[type(self)].status
+
+    @property
+    def code(self) -> str:
+        """Short code for ``x-rollmux-error``, logs and metrics; one of a fixed set."""
+        return TABLE[type(self)].code
+
+    @property
+    def type(self) -> str:
+        """``error.type`` of the body."""
+        return TABLE[type(self)].type
 
 
 class BadRequest(ProxyError):
@@ -41,9 +54,18 @@ class BadRequest(ProxyError):
 class BodyTooSlow(ProxyError):
     """The caller's or its network's fault: the body did not arrive in time. Send it again."""
 
+    def __init__(self, timeout_s: float, received_bytes: int) -> None:
+        super().__init__(
+            f"the request's body did not arrive within {timeout_s:g} s; "
+            f"{received_bytes} bytes of it did"
+        )
+
 
 class BodyTooLarge(ProxyError):
     """The caller's fault: the body is over the limit. Send a smaller one."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(f"the request's body is larger than {limit_bytes} bytes")
 
 
 class HeadersTooLarge(ProxyError):
@@ -52,6 +74,9 @@ class HeadersTooLarge(ProxyError):
 
 class Unauthorized(ProxyError):
     """The caller's fault: no API key, or a wrong one. Send ``Authorization: Bearer KEY``."""
+
+    def __init__(self, message: str = "this needs the API key, as a bearer token") -> None:
+        super().__init__(message)
 
 
 class Forbidden(ProxyError):
@@ -69,6 +94,12 @@ class UnknownModel(ProxyError):
 class UnknownRoute(ProxyError):
     """The caller's fault: the daemon does not know the path, and guesses nothing about it."""
 
+    def __init__(self, method: str, path: str) -> None:
+        super().__init__(
+            f"{method} {path} is not served here: it is not known whether one replica or all of "
+            "them should get it; ask a replica itself"
+        )
+
 
 class NotSupported(ProxyError):
     """Nobody's fault: several replicas cannot do together what is asked. The message says what."""
@@ -81,9 +112,17 @@ class RuntimeLoraDisabled(ProxyError):
 class NoReadyReplica(ProxyError):
     """The fleet's fault: no ready replica held the adapter for ``--hold-s``. Try again later."""
 
+    def __init__(self, message: str, retry_after_s: float = 5) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
 
 class FleetOutage(ProxyError):
     """The fleet's fault: fewer than ``--min-replicas`` answered for ``--outage-s``. Look at it."""
+
+    def __init__(self, message: str, retry_after_s: float = 5) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class FleetBusy(ProxyError):
@@ -96,6 +135,12 @@ class UpstreamLost(ProxyError):
 
 class SuspectRequest(ProxyError):
     """The request's fault, it seems: engines died with it in flight. Leave it out."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this request was in flight each time an engine died, so it is suspected of killing "
+            "them and is not sent again; see the replicas' logs, and leave it out"
+        )
 
 
 class ReplicasDisagree(ProxyError):
@@ -120,8 +165,16 @@ class AdapterRefused(ProxyError):
     def __init__(self, message: str, *, status: int, type: str = "") -> None:
         super().__init__(message)
         # A load is never answered 404: TRL 1.16 reads that as "endpoint missing" (vllm_client.py).
-        self.status = status if 400 <= status <= 599 and status != 404 else 502
-        self.type = type
+        self._status = status if 400 <= status <= 599 and status != 404 else super().status
+        self._type = type or super().type
+
+    @property
+    def status(self) -> int:
+        return self._status
+
+    @property
+    def type(self) -> str:
+        return self._type
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,36 +254,27 @@ TABLE: Final[Mapping[type[ProxyError], Row]] = {
 }
 
 
-def status(error: ProxyError) -> int:
-    """The HTTP status of the answer."""
-    return error.status if isinstance(error, AdapterRefused) else TABLE[type(error)].status
-
-
-def code(error: ProxyError) -> str:
-    """The short code, for ``x-rollmux-error``, logs and metrics; from a fixed set."""
-    return TABLE[type(error)].code
-
-
-def headers(error: ProxyError) -> list[tuple[bytes, bytes]]:
-    """All headers of the answer but ``content-length``, as ASGI wants them."""
-    lines = [
+def error_body(error: ProxyError) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    """Status, headers and body of the answer, as ASGI wants them."""
+    message = str(error)[:MAX_MESSAGE_CHARS].encode("utf-8", "replace").decode("utf-8")
+    body = orjson.dumps(
+        {
+            "error": {
+                "message": message,
+                "type": error.type,
+                "param": error.param,
+                "code": error.status,
+            }
+        }
+    )
+    headers = [
         (b"content-type", b"application/json"),
-        (b"x-rollmux-error", code(error).encode("ascii")),
+        (b"content-length", b"%d" % len(body)),
+        (b"x-rollmux-error", error.code.encode("ascii")),
     ]
     if error.retry_after_s is not None:
-        # A whole number is the only form that every client understands; 0 would mean "at once".
-        lines.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
+        # A whole number is the form that every client understands; 0 would mean "at once".
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
     if isinstance(error, Unauthorized):
-        lines.append((b"www-authenticate", b"Bearer"))
-    return lines
-
-
-def body(error: ProxyError) -> bytes:
-    """The answer's body, in vLLM's shape."""
-    message = str(error)[:MAX_MESSAGE_CHARS].encode("utf-8", "replace").decode("utf-8")
-    kind = TABLE[type(error)].type
-    if isinstance(error, AdapterRefused) and error.type:
-        kind = error.type
-    return orjson.dumps(
-        {"error": {"message": message, "type": kind, "param": error.param, "code": status(error)}}
-    )
+        headers.append((b"www-authenticate", b"Bearer"))
+    return error.status, headers, body
