@@ -1,4 +1,4 @@
-"""What a replica's answer to loading or unloading an adapter means.
+"""What a replica's answer to loading, unloading or listing adapters means.
 
 Rows are tried from the top; the first that fits decides. Shapes and words are those of vLLM 0.27.1
 (``entrypoints/openai/models/serving.py`` and ``lora/``), tried on a real replica. vLLM rewrites
@@ -113,6 +113,21 @@ def classify_unload(answer: Answer | NoAnswer) -> UnloadOutcome:
         found_out = "cannot be found" in text
         return UnloadOutcome.GONE if found_out else UnloadOutcome.ENDPOINT_MISSING
     return UnloadOutcome.REFUSED
+
+
+def read_list(answer: Answer | NoAnswer) -> dict[str, str] | None:
+    """Name and path of each adapter in an answer to ``GET /v1/models``; None if it is no such list.
+
+    Base models come first and have no ``parent``; an adapter's ``root`` is the path it was loaded
+    from (``show_available_models``).
+    """
+    if isinstance(answer, NoAnswer) or answer.status != 200:
+        return None
+    data = _json(answer)
+    cards = data.get("data") if isinstance(data, dict) else None
+    if not isinstance(cards, list) or not all(isinstance(card, dict) for card in cards):
+        return None
+    return {str(card.get("id")): str(card.get("root")) for card in cards if card.get("parent")}
 
 
 def words(answer: Answer, limit: int = 2048) -> str:
