@@ -9,9 +9,10 @@ Rules, in order of weight:
 3. A refused or broken connection, or an answer that is not vLLM's, takes a replica out of routing
    at once (``suspect``). Traffic says no more than that: a probe decides between back and ``down``.
 4. Slow probes alone make a replica ``suspect`` only after ``SLOW_PROBES`` in a row without an
-   answer of any kind, and only while another replica stays ready. A busy server answers slowly.
+   answer of any kind, and only while another replica stays ready. A busy server answers slowly,
+   and one that is paused to take weights in does not answer at all.
 5. A deep probe unanswered for ``stall_s``, with no other sign of life, makes it ``down``, unless
-   it is paused: an engine that takes weights in does not answer.
+   it is paused.
 6. What missed a committed change while ``suspect`` goes to ``joining``. So does a replica whose
    marker, names or pause state are not what we left there: it restarted, or somebody meddled.
 7. After weights changed in place, a process that did not take part stays out for good.
@@ -416,6 +417,8 @@ class Fleet:
             self._note(r, code, detail)
             return NONE
         if code in _SLOW:
+            if r.paused or self._pause is not False:
+                return NONE
             r._slow_probes += 1
             if r._slow_probes < SLOW_PROBES:
                 return NONE
