@@ -89,11 +89,11 @@ class OptionInfo:
 
     @property
     def default_text(self) -> str:
-        """The default in words, for help and tables; ``–`` for none."""
+        """The default in words, for help and tables."""
         if self.option.default_text:
             return self.option.default_text
         if self.default is None or self.default == ():
-            return "–"
+            return "none"
         if isinstance(self.default, bool):
             return "on" if self.default else "off"
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)

@@ -1,0 +1,277 @@
+"""The command line: ``rollmux``, or ``python -m proxy`` from a checkout.
+
+The one place that reads ``os.environ``, and the one from which imports may reach down, inside a
+command's function.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import NoReturn
+
+from proxy import settings as options
+from proxy.settings import Loaded, SettingsError, read_secrets
+from proxy.version import version
+from routing.router import Router, RouterSettings
+
+FINE, FAILURE, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
+
+PLANNED = ("replay", "doctor")
+"""Commands of the contract that this version does not have."""
+
+OPTIONS_HELP = """
+
+Each option is also ROLLMUX_<NAME> in the environment (--replica: ROLLMUX_REPLICAS, separated by
+commas) and a key of the TOML file given with --config. The command line wins over the environment,
+the environment over the file."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Bad usage is one line and exit code 2, without the usage text before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_USAGE, f"{self.prog}: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 fine, 1 failure, 2 bad usage or settings."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    # A console script does not look for modules where it was started; --router module:factory
+    # should. Last, so that nothing there can hide a module of ours.
+    sys.path.append(os.getcwd())
+    try:
+        return _command(args, os.environ)
+    except SettingsError as error:
+        return _say(args, str(error), BAD_USAGE)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILURE
+    except Exception as error:  # the outermost guard: no traceback reaches a user
+        if _is_debug(args, os.environ):
+            traceback.print_exc()
+        what = " ".join(str(error).split()) or "no more is known"
+        hint = "--log-level debug shows where"
+        return _say(args, f"{type(error).__name__}: {what} ({hint})", FAILURE)
+
+
+def _say(args: Sequence[str], message: str, code: int) -> int:
+    command = f" {args[0]}" if args and not args[0].startswith("-") else ""
+    print(f"rollmux{command}: {message}", file=sys.stderr)
+    return code
+
+
+def _is_debug(args: Sequence[str], environ: Mapping[str, str]) -> bool:
+    # Before the settings are read, or when they cannot be: look for the word itself.
+    words = [*args, f"--log-level={environ.get('ROLLMUX_LOG_LEVEL', '')}"]
+    return "--log-level=debug" in words or ("--log-level", "debug") in pairwise(words)
+
+
+def _command(args: list[str], environ: Mapping[str, str]) -> int:
+    if args and args[0] in PLANNED:
+        raise SettingsError("not in this version")
+    trainer: list[str] | None = None
+    if args and args[0] == "run" and "--" in args:
+        # Split here and not by argparse, so that COMMAND is passed on untouched.
+        cut = args.index("--")
+        args, trainer = args[:cut], args[cut + 1 :]
+    parser, commands = _parsers()
+    parsed, extra = parser.parse_known_args(args)
+    if extra:
+        _refuse(commands[parsed.command], extra)
+    given = vars(parsed)
+    match parsed.command:
+        case "serve":
+            return _serve(given, environ)
+        case "run":
+            return _run(args[1:], trainer, given, environ)
+        case "demo":
+            return _demo(parsed)
+        case _:
+            return _routers(parsed.check)
+
+
+def _refuse(parser: argparse.ArgumentParser, extra: list[str]) -> NoReturn:
+    word = next((w for w in extra if w.startswith("-")), extra[0])
+    if not word.startswith("-"):
+        parser.error(f"{word!r} is not understood here; options start with --")
+    flag = word.partition("=")[0]
+    known = list(parser._option_string_actions)
+    nearest = difflib.get_close_matches(flag, known, n=1, cutoff=0.0)[0]
+    parser.error(f"unknown option {flag}; the nearest is {nearest}")
+
+
+# --- commands -----------------------------------------------------------------------------------
+
+
+def _load(given: Mapping[str, object], environ: Mapping[str, str]) -> Loaded:
+    fields = {info.field for info in options.options()} | {"config"}
+    return options.load({name: v for name, v in given.items() if name in fields}, environ)
+
+
+def _serve(given: Mapping[str, object], environ: Mapping[str, str]) -> int:
+    loaded = _load(given, environ)
+    secrets = read_secrets(loaded.settings, environ)
+    from proxy.serve import serve
+
+    return serve(loaded.settings, secrets, loaded.notes)
+
+
+def _run(
+    args: list[str],
+    trainer: list[str] | None,
+    given: Mapping[str, object],
+    environ: Mapping[str, str],
+) -> int:
+    if not trainer:
+        raise SettingsError(
+            "no trainer command; write it after --, as in: run ... -- python train.py"
+        )
+    # The daemon reads the same options again; reading them here stops a bad one before anything
+    # is started.
+    settings = _load(given, environ).settings
+    from trainer_entry.run import run
+
+    return run(
+        [arg for arg in args if arg != "--take-over"],
+        trainer,
+        environ,
+        host=settings.host,
+        port=settings.port,
+        start_timeout_s=settings.start_timeout_s,
+        drain_s=settings.drain_s,
+        take_over=bool(given["take_over"]),
+    )
+
+
+def _demo(parsed: argparse.Namespace) -> int:
+    from benchmarks.demo import main as demo
+
+    return demo(parsed)
+
+
+def _routers(check: str | None) -> int:
+    from routing import contract, registry
+
+    if check is None:
+        for router in registry.installed():
+            state = f"cannot be loaded: {router.error}" if router.error else router.dist
+            print(f"{router.name:<18} {router.value:<36} {state}")
+        return FINE
+
+    def create(settings: RouterSettings) -> Router:
+        return registry.load(check, settings)
+
+    try:
+        create(RouterSettings())
+        faults = contract.check(create)
+    except registry.RouterError as error:
+        raise SettingsError(f"--check: {error}") from error
+    for fault in faults:
+        print(f"{check}: {fault}")
+    if not faults:
+        print(f"{check}: keeps the contract of routing.router.Router")
+    return FAILURE if faults else FINE
+
+
+# --- parsers ------------------------------------------------------------------------------------
+
+
+def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
+    parser = _Parser(
+        prog="rollmux",
+        description="Makes many vLLM replicas look like one vLLM server to a trainer.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"rollmux {version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def command(name: str, help: str, description: str = "") -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name,
+            help=help,
+            description=f"{help[0].upper()}{help[1:]}. {description}".strip(),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    serve = command("serve", "run the daemon in the foreground", OPTIONS_HELP)
+    _add_settings(serve, inherited_socket=True)
+    run = command(
+        "run",
+        "start the daemon, wait for the fleet, run a trainer, stop it all",
+        f"The trainer's command is run\nunmodified and its exit code is passed on.{OPTIONS_HELP}",
+    )
+    run.usage = "rollmux run [--take-over] [serve options] -- COMMAND..."
+    run.add_argument(
+        "--take-over",
+        action="store_true",
+        help="clean the fleet even while a replica generates for someone else (default: off)",
+    )
+    _add_settings(run, inherited_socket=False)
+    demo = command("demo", "show the whole system on this machine, with simulated replicas")
+    demo.add_argument(
+        "--seconds", type=_positive(float), default=25.0, help="how long (default: %(default)g s)"
+    )
+    demo.add_argument(
+        "--replicas", type=_positive(int), default=2, help="how many (default: %(default)d)"
+    )
+    demo.add_argument(
+        "--json", action="store_true", help="end with JSON instead of a table (default: off)"
+    )
+    routers = command("routers", "list the routing policies installed, or check one")
+    routers.add_argument(
+        "--check",
+        metavar="module:factory",
+        help="run the contract test on this policy instead (default: none)",
+    )
+    return parser, dict(commands.choices)
+
+
+def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not 0 < value < 1_000_000:
+            raise argparse.ArgumentTypeError(f"{text} is out of range; give more than 0")
+        return value
+
+    parse.__name__ = "number"  # argparse's message: invalid number value: 'x'
+    return parse
+
+
+def _add_settings(parser: argparse.ArgumentParser, *, inherited_socket: bool) -> None:
+    parser.add_argument(
+        "--config", metavar="FILE.toml", help="settings file (default: ROLLMUX_CONFIG, else none)"
+    )
+    for info in options.options():
+        option = info.option
+        if option.command_line_only and not inherited_socket:
+            continue
+        default = info.default_text
+        if option.unit:
+            default += f" {option.unit}" if info.default is not None else f"; in {option.unit}"
+        text = f"{option.help} (default: {default})".replace("%", "%%")
+        # Values stay text here: settings.py reads them, wherever they come from.
+        if not option.metavar:
+            parser.add_argument(
+                info.flag, dest=info.field, action=argparse.BooleanOptionalAction, help=text
+            )
+        else:
+            parser.add_argument(
+                info.flag,
+                dest=info.field,
+                metavar=option.metavar,
+                action="append" if option.repeatable else "store",
+                help=text,
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
