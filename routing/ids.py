@@ -1,4 +1,4 @@
-"""The ids that travel through every layer. Distinct types, so that one cannot be passed for another."""
+"""The ids that travel through every layer. Distinct types, so that none passes for another."""
 
 from __future__ import annotations
 
