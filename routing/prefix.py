@@ -37,6 +37,10 @@ _MAX_PATH_BLOCKS = 8192
 """131,072 tokens at 16 a block, the context of today's long models: 4 ms to hash. Prompts that
 agree so far are one prompt to us."""
 
+_MAX_FLEETS = 16
+"""Tuples of candidates remembered, one per live adapter: a trainer has few. About 100 bytes a
+candidate each."""
+
 
 class Prefix:
     """Affinity to the prefix that identifies a prompt, bounded by load."""
@@ -51,7 +55,7 @@ class Prefix:
         self._max_path_blocks = min(_MAX_PATH_BLOCKS, settings.max_tracked_blocks)
         self._table = PrefixTable(settings.max_tracked_blocks)
         self._rotation = Rotation(settings.seed)
-        self._fleet: _Fleet | None = None
+        self._fleets: dict[int, _Fleet] = {}
 
     def __repr__(self) -> str:
         return f"Prefix({self._table!r}, {self._rotation!r})"
@@ -96,18 +100,21 @@ class Prefix:
 
     def forget_replica(self, replica: ReplicaId) -> None:
         self._table.forget_replica(replica)
-        self._fleet = None
+        self._fleets.clear()
 
     def forget_all(self) -> None:
         self._table.forget_all()
-        self._fleet = None
+        self._fleets.clear()
 
     def _fleet_of(self, candidates: Sequence[ReplicaLoad]) -> _Fleet:
         """A tuple that comes again is the same fleet, and spares a look at every candidate."""
-        if self._fleet is not None and self._fleet.candidates is candidates:
-            return self._fleet
-        fleet = _Fleet(candidates, self._table)
-        self._fleet = fleet if type(candidates) is tuple else None
+        fleet = self._fleets.get(id(candidates))
+        if fleet is None:
+            fleet = _Fleet(candidates, self._table)
+            if type(candidates) is tuple:
+                if len(self._fleets) >= _MAX_FLEETS:
+                    self._fleets.clear()
+                self._fleets[id(candidates)] = fleet  # holds the tuple, so its id stays its own
         return fleet
 
 

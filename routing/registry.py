@@ -35,7 +35,7 @@ class RouterInfo:
     name: str
     value: str
     """``module:factory``"""
-    source: str
+    dist: str
     """``built in``, or the distribution that brings it, with its version."""
     error: str = ""
     """Why it cannot be used; empty if it can be imported."""
@@ -45,7 +45,7 @@ def installed() -> list[RouterInfo]:
     """Every policy that has a name, built-in ones first. Imports each, to see if it can be."""
     infos = []
     taken: set[str] = set()
-    for name, value, source in _named():
+    for name, value, dist in _named():
         if name in taken:
             error = f"the name {name} is taken already; ask for {value} instead"
         else:
@@ -56,7 +56,7 @@ def installed() -> list[RouterInfo]:
                 error = str(failure)
             else:
                 error = ""
-        infos.append(RouterInfo(name, value, source, error))
+        infos.append(RouterInfo(name, value, dist, error))
     return infos
 
 
@@ -120,14 +120,13 @@ _MEMBERS = ("name", "tracked_blocks", "choose", "forget_adapter", "forget_replic
 
 
 def _named() -> list[tuple[str, str, str]]:
-    """Name, value and source of all; built-in ones first, then plugins by name."""
+    """Name, value and distribution of all; built-in ones first, then plugins by name."""
     named = [(name, value, "built in") for name, value in BUILT_IN.items()]
     for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda each: each.name):
         if BUILT_IN.get(point.name) == point.value:
             continue  # our own, installed
-        dist = point.dist
-        source = f"{dist.name} {dist.version}" if dist is not None else "unknown"
-        named.append((point.name, point.value, source))
+        dist = f"{point.dist.name} {point.dist.version}" if point.dist is not None else "unknown"
+        named.append((point.name, point.value, dist))
     return named
 
 
