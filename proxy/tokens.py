@@ -68,6 +68,9 @@ class Bearer:
     def __repr__(self) -> str:
         return f"<Bearer from {self._path or 'the environment' if self._token else 'nowhere'}>"
 
+    def __bool__(self) -> bool:
+        return self._token is not None
+
     def trust(self, url: str) -> None:
         """The user named this replica: its host may have the token."""
         self._hosts.add(urlsplit(url).hostname or "")

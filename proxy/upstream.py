@@ -58,6 +58,7 @@ class Reply:
     """One reply as it comes in. Read by one task, written by its connection."""
 
     __slots__ = (
+        "_body",
         "_chunks",
         "_complete",
         "_connection",
@@ -76,6 +77,7 @@ class Reply:
         self.body_length_known = False
         self._connection: _Connection | None = connection
         self._chunks: list[bytes] = []
+        self._body: bytes | None = None
         self._size = 0
         self._complete = False
         self._error: UpstreamBroken | None = None
@@ -86,12 +88,10 @@ class Reply:
     def complete(self) -> bool:
         return self._complete
 
-    def header(self, name: bytes) -> bytes:
-        """The first value of a header (name in lower case), or nothing."""
-        for key, value in self.headers:
-            if key == name:
-                return value
-        return b""
+    @property
+    def pending(self) -> bool:
+        """Whether pieces are here that nobody has read."""
+        return bool(self._chunks)
 
     async def head(self) -> None:
         """Until status and headers are here."""
@@ -99,15 +99,20 @@ class Reply:
             await self._wait(_Until.HEAD)
 
     async def whole(self) -> bytes | None:
-        """The complete body; None when it grew past ``WHOLE_LIMIT_BYTES`` (then read chunks)."""
+        """The complete body, each time it is asked for.
+
+        None when it grew past ``WHOLE_LIMIT_BYTES``: then read it in chunks.
+        """
         if self._connection is not None:
             self._connection.resume_reading()
         while not self._complete:
             if self._size > WHOLE_LIMIT_BYTES:
                 return None
             await self._wait(_Until.WHOLE)
-        body = b"".join(self._chunks) if len(self._chunks) != 1 else self._chunks[0]
-        self._chunks = [body]
+        body = self._body
+        if body is None:
+            body = self._body = b"".join(self._chunks)
+            self._chunks.clear()
         return body
 
     async def chunk(self) -> bytes:

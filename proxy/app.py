@@ -1,0 +1,246 @@
+"""Which path goes where: generations to the data plane, everything else to a Starlette app."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+
+import orjson
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from broadcast.answer import Answer
+from broadcast.joins import Joined
+from proxy.client import Client, ClientGone
+from proxy.control import Control
+from proxy.errors import NotSupported, ProxyError, Unauthorized, UnknownRoute, error_body
+from proxy.generation import Generations
+from proxy.metrics import CONTENT_TYPE
+from proxy.status import Status
+
+log = logging.getLogger("rollmux")
+
+ROUTED = frozenset(
+    ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/inference/v1/generate")
+)
+FORWARDED = {
+    "/version": ["GET"],
+    "/tokenize": ["POST"],
+    "/detokenize": ["POST"],
+    "/v1/completions/render": ["POST"],
+    "/v1/chat/completions/render": ["POST"],
+    "/docs": ["GET"],
+    "/openapi.json": ["GET"],
+}
+"""Any ready replica can answer these."""
+NO_STATE_HERE = (
+    "{path} keeps state on one replica, and the next request may go to another. "
+    "Use /v1/chat/completions."
+)
+ONE_REPLICA_ONLY = (
+    "merged weights cannot be broadcast to {n} replicas through one transfer engine. The trainer "
+    "fell back to merged weights: the warning just above this in its log says why (usually "
+    "replicas without --enable-lora, or with data parallelism). Fix that, or run one replica."
+)
+
+
+class Daemon:
+    """The ASGI application: a key check, then the data plane or the Starlette app."""
+
+    def __init__(self, generations: Generations, rest: ASGIApp, api_key: str | None) -> None:
+        self._generations = generations
+        self._rest = rest
+        self._key = f"Bearer {api_key}".encode() if api_key else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        if self._key and scope["path"] != "/proxy/live" and not self._may(scope):
+            await Client(receive, send).answer(Unauthorized())
+            return
+        if scope["path"] in ROUTED and scope["method"] == "POST":
+            await self._generations(scope, receive, send)
+        else:
+            await self._rest(scope, receive, send)
+
+    def _may(self, scope: Scope) -> bool:
+        assert self._key is not None
+        sent = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
+        return hmac.compare_digest(sent, self._key)
+
+
+def rest(control: Control, status: Status, *, body_timeout_s: float) -> Starlette:
+    """Everything but generations."""
+
+    async def body_of(request: Request) -> bytes:
+        return await Client(request.receive, _no_send).body(body_timeout_s)
+
+    def target_of(request: Request) -> str:
+        query = request.scope["query_string"].decode("latin-1")
+        path: str = request.scope["raw_path"].decode("latin-1")
+        return f"{path}?{query}" if query else path
+
+    async def load(request: Request) -> Response:
+        return _response(await control.load(await body_of(request)))
+
+    async def unload(request: Request) -> Response:
+        return _response(await control.unload(await body_of(request)))
+
+    async def pause(request: Request) -> Response:
+        await body_of(request)
+        return _response(await control.pause(request.scope["query_string"]))
+
+    async def resume(request: Request) -> Response:
+        await body_of(request)
+        return _response(await control.resume())
+
+    async def broadcast(request: Request) -> Response:
+        body = await body_of(request)
+        return _response(await control.broadcast(request.url.path, target_of(request), body))
+
+    async def forward(request: Request) -> Response:
+        body = await body_of(request) if request.method == "POST" else None
+        kind = request.headers.get("content-type", "")
+        return _response(await control.forward(request.method, target_of(request), body, kind))
+
+    async def joined(request: Request) -> Response:
+        return _response(await control.joined(request.url.path, target_of(request)))
+
+    async def health(request: Request) -> Response:
+        return _response(control.health())
+
+    async def init_transfer(request: Request) -> Response:
+        replicas = len(control.replicas.fleet)
+        if replicas > 1:
+            raise NotSupported(ONE_REPLICA_ONLY.format(n=replicas))
+        body = await body_of(request)
+        return _response(await control.broadcast(request.url.path, target_of(request), body))
+
+    async def responses_api(request: Request) -> Response:
+        raise NotSupported(NO_STATE_HERE.format(path="/v1/responses"))
+
+    async def metrics(request: Request) -> Response:
+        return Response(status.metrics_page(), media_type=CONTENT_TYPE)
+
+    async def proxy_status(request: Request) -> Response:
+        return _json(status.as_dict())
+
+    async def live(request: Request) -> Response:
+        return _json({"live": True})
+
+    async def ready(request: Request) -> Response:
+        return _response(control.health())
+
+    async def page(request: Request) -> Response:
+        return Response(status.as_text(), media_type="text/plain; charset=utf-8")
+
+    async def clean(request: Request) -> Response:
+        return _response(await control.clean(await body_of(request)))
+
+    async def release(request: Request) -> Response:
+        return _response(await control.release())
+
+    async def add_replica(request: Request) -> Response:
+        control.check_admin(request.headers)
+        return _response(control.add_replica(await body_of(request)))
+
+    async def remove_replica(request: Request) -> Response:
+        control.check_admin(request.headers)
+        drain = request.query_params.get("drain", "").lower() in ("1", "true", "yes")
+        return _response(control.remove_replica(request.path_params["id"], drain=drain))
+
+    async def unknown(request: Request) -> Response:
+        raise UnknownRoute(request.method, request.url.path)
+
+    routes: list[BaseRoute] = [
+        Route("/v1/load_lora_adapter", load, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", unload, methods=["POST"]),
+        Route("/pause", pause, methods=["POST"]),
+        Route("/resume", resume, methods=["POST"]),
+        Route("/init_weight_transfer_engine", init_transfer, methods=["POST"]),
+        Route("/v1/responses", responses_api, methods=["POST"]),
+        Route("/v1/responses/{rest:path}", responses_api, methods=["GET", "POST"]),
+        Route("/health", health, methods=["GET"]),
+        Route("/ping", health, methods=["GET", "POST"]),
+        Route("/metrics", metrics, methods=["GET"]),
+        Route("/proxy/status", proxy_status, methods=["GET"]),
+        Route("/proxy/live", live, methods=["GET"]),
+        Route("/proxy/ready", ready, methods=["GET"]),
+        Route("/proxy/", page, methods=["GET"]),
+        Route("/proxy", lambda _: RedirectResponse("/proxy/"), methods=["GET"]),
+        Route("/proxy/clean", clean, methods=["POST"]),
+        Route("/proxy/release", release, methods=["POST"]),
+        Route("/proxy/replicas", add_replica, methods=["POST"]),
+        Route("/proxy/replicas/{id}", remove_replica, methods=["DELETE"]),
+        *(Route(path, broadcast, methods=["POST"]) for path in control.BROADCAST),
+        *(Route(path, joined, methods=["GET"]) for path in control.JOINED),
+        *(Route(path, forward, methods=methods) for path, methods in FORWARDED.items()),
+    ]
+    return Starlette(
+        routes=routes,
+        exception_handlers={
+            ProxyError: _proxy_error,
+            ClientGone: _client_gone,
+            404: _not_found,
+            405: _method_not_allowed,
+            Exception: _bug,
+        },
+    )
+
+
+async def _no_send(message: object) -> None:
+    return None
+
+
+def _response(answer: Answer | Joined) -> Response:
+    """An answer as it is: vLLM gives some of its own no content type."""
+    response = Response(answer.body, status_code=answer.status)
+    if answer.content_type:
+        response.headers["content-type"] = answer.content_type
+    if isinstance(answer, Joined) and answer.error:
+        response.headers["x-rollmux-error"] = answer.error
+        log.warning("answered %d %s: %s", answer.status, answer.error, answer.body.decode()[:2000])
+    return response
+
+
+def _json(value: object) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")
+
+
+def _error(error: ProxyError) -> Response:
+    status, headers, body = error_body(error)
+    response = Response(body, status_code=status)
+    for name, value in headers:
+        response.headers[name.decode("latin-1")] = value.decode("latin-1")
+    return response
+
+
+async def _proxy_error(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, ProxyError)
+    log.warning(
+        "%s %s answered %d %s: %s", request.method, request.url.path, exc.status, exc.code, exc
+    )
+    return _error(exc)
+
+
+async def _client_gone(request: Request, exc: Exception) -> Response:
+    return Response(status_code=499)
+
+
+async def _not_found(request: Request, exc: Exception) -> Response:
+    return _error(UnknownRoute(request.method, request.url.path))
+
+
+async def _method_not_allowed(request: Request, exc: Exception) -> Response:
+    headers = exc.headers if isinstance(exc, HTTPException) else None
+    return Response(
+        b'{"detail":"Method Not Allowed"}', 405, headers=headers, media_type="application/json"
+    )
+
+
+async def _bug(request: Request, exc: Exception) -> Response:
+    return Response(status_code=500)

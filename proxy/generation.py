@@ -1,0 +1,376 @@
+"""The generation paths: read, place, send, reply, record. A plain ASGI callable.
+
+Every request passes these phases in this order and ends in one ``RequestRecord``. A reply is held
+until it is whole (or, for a stream, until its first piece is here), so that up to then another
+replica can be asked without the client noticing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import orjson
+from starlette.types import Receive, Scope, Send
+
+from broadcast.answer import Cause
+from broadcast.fleet import Replica
+from broadcast.suspects import Verdict as Suspicion
+from proxy.body import Generation, NotJson, parse
+from proxy.client import Client, ClientGone
+from proxy.errors import (
+    BadRequest,
+    NoReadyReplica,
+    ProxyError,
+    SuspectRequest,
+    UnknownModel,
+    UpstreamLost,
+)
+from proxy.judge import Verdict, judge
+from proxy.record import RequestRecord
+from proxy.replicas import Replicas
+from proxy.tasks import Tasks
+from proxy.upstream import Reply, UpstreamBroken
+from routing.ids import ReplicaId
+from routing.router import Decision, RouteRequest
+
+log = logging.getLogger("rollmux")
+
+MAX_TRIES = 2
+"""A generation is sent at most twice: the trainer retries too, and retries multiply."""
+
+HOP_BY_HOP = frozenset(
+    (
+        b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization",
+        b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade",
+    )
+)  # fmt: skip
+"""RFC 9110, 7.6.1: meant for one connection, never passed on."""
+NOT_FORWARDED = HOP_BY_HOP | {
+    b"host", b"content-length", b"expect", b"authorization", b"x-request-id",
+    b"accept-encoding",  # a reply is judged before it is passed on, so it has to be readable
+}  # fmt: skip
+
+
+class Given(Exception):
+    """One attempt gave nothing that may be handed on. ``answer`` is what came, if anything did."""
+
+    def __init__(
+        self, cause: str, detail: str, answer: Reply | None = None, *, sent: bool = True
+    ) -> None:
+        super().__init__(detail)
+        self.cause = cause
+        self.detail = detail
+        self.answer = answer
+        self.sent = sent
+        """False when the replica never saw the request: that try does not count."""
+
+
+class Generations:
+    """Carries generations. ``on_record`` is called once for each, at its end."""
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        *,
+        hold_s: float,
+        body_timeout_s: float,
+        keep_authorization: bool,
+        on_record: Callable[[RequestRecord], None],
+        tasks: Tasks,
+    ) -> None:
+        self._replicas = replicas
+        self._hold_s = hold_s
+        self._body_timeout_s = body_timeout_s
+        self._not_forwarded = (
+            NOT_FORWARDED - {b"authorization"} if keep_authorization else NOT_FORWARDED
+        )
+        self._on_record = on_record
+        self._tasks = tasks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        now_s = asyncio.get_running_loop().time
+        record = RequestRecord(scope["path"], now_s())
+        client = Client(receive, send)
+        try:
+            await self._serve(scope, client, record)
+        except ClientGone:
+            pass
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not client.gone or task is None:
+                raise  # the daemon stops: the connection breaks, which the client can see
+            task.uncancel()
+        except ProxyError as error:
+            record.error = error.code
+            record.status = error.status
+            if not client.started:
+                await client.answer(error)
+        finally:
+            record.client_gone = client.gone
+            record.ended_s = now_s()
+            self._on_record(record)
+
+    async def _serve(self, scope: Scope, client: Client, record: RequestRecord) -> None:
+        body = await client.body(self._body_timeout_s)
+        try:
+            generation = parse(body)
+        except NotJson as exc:
+            raise BadRequest(str(exc)) from None
+        record.received_s = asyncio.get_running_loop().time()
+        record.model = generation.model
+        for name, value in scope["headers"]:
+            if name == b"x-request-id":
+                record.request_id = value
+        record.weight = generation.weight
+        record.body_bytes = len(body)
+        task = asyncio.current_task()
+        assert task is not None
+        watch = self._tasks.start(client.until_gone(task), "watch")
+        try:
+            await self._carry(scope, client, record, generation, body)
+        finally:
+            watch.cancel()
+
+    async def _carry(
+        self,
+        scope: Scope,
+        client: Client,
+        record: RequestRecord,
+        generation: Generation,
+        body: bytes,
+    ) -> None:
+        """Ask one replica, and one more if the first gives nothing that may be handed on."""
+        replicas = self._replicas
+        deadline_s = asyncio.get_running_loop().time() + self._hold_s
+        excluded: frozenset[ReplicaId] = frozenset()
+        tries = 0
+        while True:
+            suspicion = replicas.suspicion(body)
+            if suspicion is Suspicion.REFUSED:
+                raise SuspectRequest
+            record.phase = "hold"
+            try:
+                if suspicion is Suspicion.ALONE:
+                    async with replicas.one_alone:
+                        placed = await self._place(generation, excluded, deadline_s)
+                        with replicas.reserved(placed[0].id):
+                            await self._until_idle(placed[0], deadline_s)
+                            await self._send(scope, client, record, placed, generation, body)
+                else:
+                    placed = await self._place(generation, excluded, deadline_s)
+                    await self._send(scope, client, record, placed, generation, body)
+                return
+            except Given as exc:
+                given = exc
+            excluded |= {ReplicaId(record.replica)}
+            tries += given.sent
+            record.failovers += ((record.replica, given.cause),)
+            log.warning(
+                "%s: no answer for a generation of %s (%s: %s)",
+                replicas.label(record.replica),
+                generation.model or "the base model",
+                given.cause,
+                given.detail,
+            )
+            if (tries >= MAX_TRIES or len(record.failovers) > len(replicas.fleet)) or (
+                # It may be the request's own fault: worth a second opinion, but no waiting.
+                given.cause == Verdict.SERVER_ERROR
+                and all(r.id in excluded for r in replicas.candidates(generation.model))
+            ):
+                await self._give_up(client, record, given)
+                return
+
+    async def _send(
+        self,
+        scope: Scope,
+        client: Client,
+        record: RequestRecord,
+        placed: tuple[Replica, Decision],
+        generation: Generation,
+        body: bytes,
+    ) -> None:
+        """One attempt on the replica chosen, counted as in flight until it is over."""
+        replica, decision = placed
+        record.replica = replica.id
+        record.decision = decision.reason
+        record.attempts += 1
+        record.phase = "upstream"
+        with self._replicas.in_flight(replica, generation, body):
+            reply, data = await self._attempt(scope, record, replica, generation, body)
+            await self._pass_on(client, record, reply, data)
+
+    async def _give_up(self, client: Client, record: RequestRecord, given: Given) -> None:
+        if given.cause == Verdict.SERVER_ERROR and given.answer is not None:
+            await self._pass_on(client, record, given.answer, await given.answer.whole())
+        elif given.cause == Verdict.ABORTED:
+            raise NoReadyReplica("the generation was cut short by a pause or an abort", 1)
+        else:
+            raise UpstreamLost(f"{record.replica}: {given.cause}: {given.detail}")
+
+    async def _place(
+        self, generation: Generation, excluded: frozenset[ReplicaId], deadline_s: float
+    ) -> tuple[Replica, Decision]:
+        """Choose a replica, waiting for one that is ready and holds the model.
+
+        A replica that failed this request is asked again only when no other is ready.
+        """
+        replicas = self._replicas
+        loop = asyncio.get_running_loop()
+        while True:
+            if not replicas.known(generation.model):
+                raise UnknownModel(generation.model)
+            candidates = replicas.candidates(generation.model)
+            if candidates:
+                if excluded and all(r.id in excluded for r in candidates):
+                    excluded = frozenset()
+                decision = replicas.choose(
+                    RouteRequest(generation.model, generation.prompt, generation.weight, excluded),
+                    candidates,
+                )
+                if decision is not None:
+                    return replicas.fleet[decision.replica], decision
+            if loop.time() >= deadline_s:
+                raise NoReadyReplica(
+                    f"no ready replica holds {generation.model or 'the base model'} after "
+                    f"{self._hold_s:g} s: {replicas.missing()}",
+                    5,
+                )
+            await replicas.changed(deadline_s - loop.time())
+
+    async def _until_idle(self, replica: Replica, deadline_s: float) -> None:
+        """Wait until a reserved replica has nothing else in flight."""
+        loop = asyncio.get_running_loop()
+        while replica.inflight:
+            if loop.time() >= deadline_s:
+                raise NoReadyReplica(
+                    "this body was in flight at two engine deaths; no replica became free to "
+                    f"try it alone within {self._hold_s:g} s",
+                    5,
+                )
+            await self._replicas.changed(deadline_s - loop.time())
+
+    async def _attempt(
+        self,
+        scope: Scope,
+        record: RequestRecord,
+        replica: Replica,
+        generation: Generation,
+        body: bytes,
+    ) -> tuple[Reply, bytes | None]:
+        """Send to one replica and judge what comes.
+
+        Returns the reply and its body, or its first piece if the reply is not complete. Raises
+        ``Given`` when none of it may be handed on.
+        """
+        replicas = self._replicas
+        epoch = replica.epoch
+        upstream = replicas.upstream(replica.id)
+        head = self._head(scope, replica, len(body), record.attempts)
+        if not record.sent_s:
+            record.sent_s = asyncio.get_running_loop().time()
+        try:
+            reply = await upstream.ask(head, body, whole=not generation.stream)
+            if generation.stream and reply.status == 200:
+                data: bytes | None = await reply.chunk()
+            else:
+                data = await reply.whole()
+        except UpstreamBroken as exc:
+            replicas.broken(replica, epoch, exc, body)
+            raise Given(exc.cause.value, exc.detail, sent=not _never_sent(exc.cause)) from None
+        if data is None or (generation.stream and reply.status == 200):
+            replicas.answered(replica)
+            return reply, data
+        if reply.status == 200 and not reply.body_length_known and not _is_whole(data):
+            cut = UpstreamBroken(Cause.RESET, "body cut short")
+            replicas.broken(replica, epoch, cut, body)
+            raise Given(cut.cause.value, cut.detail)
+        verdict = judge(reply.status, data)
+        if verdict is Verdict.ADAPTER_LOST and not replicas.believed(generation.model):
+            verdict = Verdict.PASS
+        if verdict is Verdict.PASS:
+            replicas.answered(replica)
+            return reply, data
+        detail = f"{reply.status} {data[:300].decode('utf-8', 'replace')}"
+        replicas.judged(replica, epoch, verdict, generation.model, reply.status, detail)
+        raise Given(verdict.value, detail, reply)
+
+    async def _pass_on(
+        self, client: Client, record: RequestRecord, reply: Reply, data: bytes | None
+    ) -> None:
+        """Give the client the reply as it came: whole, or piece by piece."""
+        record.phase = "reply"
+        record.status = reply.status
+        headers = [h for h in reply.headers if h[0] not in HOP_BY_HOP]
+        headers.append((b"x-rollmux-replica", record.replica.encode()))
+        headers.append((b"x-rollmux-route", record.decision.encode()))
+        if record.request_id:
+            headers = [h for h in headers if h[0] != b"x-request-id"]
+            headers.append((b"x-request-id", record.request_id))
+        if data is not None and reply.complete and not reply.pending:
+            if not reply.body_length_known:
+                headers.append((b"content-length", b"%d" % len(data)))
+            record.reply_bytes = len(data)
+            await client.start(reply.status, headers)
+            await client.finish(data)
+            return
+        await client.start(reply.status, headers)
+        try:
+            if data is None:
+                data = await reply.chunk()
+            while data:
+                record.reply_bytes += len(data)
+                await client.write(data)
+                data = await reply.chunk()
+        except UpstreamBroken as exc:
+            # Nothing can be taken back: the connection ends without an end of the body.
+            record.error = "stream_broken"
+            log.warning("%s broke a stream after %d bytes: %s",
+                        record.replica, record.reply_bytes, exc.detail)  # fmt: skip
+            return
+        except BaseException:
+            reply.abort()
+            raise
+        await client.finish()
+
+    def _head(self, scope: Scope, replica: Replica, body_bytes: int, attempt: int) -> bytes:
+        """Request line and headers as the replica shall see them."""
+        upstream = self._replicas.upstream(replica.id)
+        query = scope["query_string"]
+        lines = [
+            b"POST %s%s%s HTTP/1.1\r\nhost: %s\r\ncontent-length: %d\r\n"
+            b"accept-encoding: identity\r\n"
+            % (
+                upstream.base_path,
+                scope["raw_path"],
+                b"?" + query if query else b"",
+                upstream.host_header,
+                body_bytes,
+            )
+        ]
+        for name, value in scope["headers"]:
+            if name not in self._not_forwarded:
+                lines.append(b"%s: %s\r\n" % (name, value))
+            elif name == b"x-request-id":
+                # Each attempt has an id of its own: the first one's may still be known there.
+                again = b"-%d" % attempt if attempt > 1 else b""
+                lines.append(b"x-request-id: %s%s\r\n" % (value, again))
+        authorization = self._replicas.authorization(replica.id)
+        if authorization:
+            lines.append(b"authorization: %s\r\n" % authorization)
+        lines.append(b"\r\n")
+        return b"".join(lines)
+
+
+def _never_sent(cause: Cause) -> bool:
+    return cause in (Cause.REFUSED, Cause.UNREACHABLE)
+
+
+def _is_whole(data: bytes) -> bool:
+    """Whether a body that ended with its connection is complete JSON."""
+    try:
+        orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return False
+    return True

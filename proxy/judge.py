@@ -1,0 +1,73 @@
+"""What a replica's answer to a generation means: pass it on, or ask another replica.
+
+Pure: status and body in, a verdict out.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import orjson
+
+
+class Verdict(StrEnum):
+    """What to do with the answer."""
+
+    PASS = "pass"
+    """It is the replica's answer to this request: the client gets it unchanged."""
+    ABORTED = "aborted"
+    """200, but cut short by a pause or an abort: never handed on as a success."""
+    ENGINE_DEAD = "engine_dead"
+    """The engine behind the API server died."""
+    ADAPTER_LOST = "adapter_lost"
+    """404 for the model named: this replica does not hold it (any more)."""
+    SERVER_ERROR = "server_error"
+    """A 5xx in vLLM's shape: may be this request's own fault, so it is tried once elsewhere."""
+    TOKEN_REJECTED = "token_rejected"
+    """401 or 403: the path to the replica is shut."""
+    EDGE = "edge"
+    """Not vLLM's words: something in between answered."""
+
+
+ENGINE_DEAD_TEXT = b"EngineCore encountered an issue"
+"""vLLM 0.27.1, message of EngineDeadError, as status 500."""
+
+
+def judge(status: int, body: bytes) -> Verdict:
+    """``body`` is the whole reply; of a stream that began well only the status is judged."""
+    if status == 200:
+        return Verdict.ABORTED if _aborted(body) else Verdict.PASS
+    if status in (401, 403):
+        return Verdict.TOKEN_REJECTED
+    if not _vllm_shaped(body):
+        return Verdict.EDGE
+    if status == 404 and b"does not exist" in body:
+        return Verdict.ADAPTER_LOST
+    if status >= 500:
+        return Verdict.ENGINE_DEAD if ENGINE_DEAD_TEXT in body else Verdict.SERVER_ERROR
+    return Verdict.PASS
+
+
+def _aborted(body: bytes) -> bool:
+    """vLLM 0.27.1 gives running requests ``finish_reason: "abort"`` at ``/pause?mode=abort``."""
+    if b'"abort"' not in body:
+        return False
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return False
+    choices = data.get("choices") if isinstance(data, dict) else None
+    if not isinstance(choices, list):
+        return False
+    return any(isinstance(c, dict) and c.get("finish_reason") == "abort" for c in choices)
+
+
+def _vllm_shaped(body: bytes) -> bool:
+    """``{"error": {…}}``, ``{"error": "…"}`` (dev endpoints) or Starlette's ``{"detail": …}``."""
+    if body.lstrip()[:1] != b"{":
+        return False
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(data, dict) and ("error" in data or "detail" in data or "object" in data)

@@ -1,0 +1,193 @@
+"""Looks at replicas: one task each, that probes it, and brings it back when it has to rejoin."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import orjson
+
+from broadcast.answer import Answer, NoAnswer
+from broadcast.fleet import Probe, Replica, ReplicaState, Transition
+from proxy.calls import Calls
+from proxy.judge import Verdict, judge
+from proxy.replicas import Replicas
+from proxy.tasks import Tasks
+from routing.ids import AdapterName, ReplicaId
+
+log = logging.getLogger("rollmux")
+
+PROBE_TIMEOUT_S = 10.0
+"""One call of a probe. A server busy reading a large adapter answers late (field report: 7 s)."""
+EAGER_S = 1.0
+"""Wait between looks at a replica that is not ready: it may be back any moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A probe that showed no living vLLM. ``code`` is one word."""
+
+    code: str
+    detail: str
+    engine_dead: bool = False
+
+
+def cards(answer: Answer) -> tuple[tuple[str, ...], dict[AdapterName, str]] | None:
+    """Base models, and adapters with their paths, from ``/v1/models``; None if it is not that.
+
+    vLLM 0.27.1, entrypoints/openai/models/serving.py: an adapter's card has its base model as
+    ``parent`` and its path as ``root``.
+    """
+    try:
+        listed = orjson.loads(answer.body)["data"]
+        base = tuple(str(card["id"]) for card in listed if not card.get("parent"))
+        adapters = {
+            AdapterName(str(card["id"])): str(card.get("root") or "")
+            for card in listed
+            if card.get("parent")
+        }
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
+        return None
+    return base, adapters
+
+
+async def look(calls: Calls, replica: ReplicaId, now_s: Callable[[], float]) -> Probe | Failed:
+    """One deep probe. ``/is_paused`` goes through the engine's loop; ``/health`` would not.
+
+    A server without the development endpoints still counts as alive: then only its list of models
+    is known.
+    """
+    sent_at_s = now_s()
+    models, paused, weights = await asyncio.gather(
+        calls(replica, "GET", "/v1/models", timeout_s=PROBE_TIMEOUT_S),
+        calls(replica, "GET", "/is_paused", timeout_s=PROBE_TIMEOUT_S),
+        calls(replica, "GET", "/weight_info", timeout_s=PROBE_TIMEOUT_S),
+    )
+    for answer in (models, paused):
+        if isinstance(answer, NoAnswer):
+            return Failed(answer.cause.value, answer.detail)
+    assert isinstance(models, Answer)
+    assert isinstance(paused, Answer)
+    for answer in (models, paused):
+        verdict = judge(answer.status, answer.body)
+        if verdict is Verdict.TOKEN_REJECTED:
+            return Failed("token_rejected", f"{answer.status}: the token was rejected")
+        if verdict is Verdict.ENGINE_DEAD:
+            return Failed("engine_dead", answer.text(300), engine_dead=True)
+    if models.status != 200:
+        code = "edge" if judge(models.status, models.body) is Verdict.EDGE else "models"
+        return Failed(f"{code}_{models.status}", f"/v1/models: {models.status} {models.text(200)}")
+    listed = cards(models)
+    if listed is None:
+        return Failed("not_vllm", f"/v1/models is not a list of models: {models.text(200)}")
+    base, adapters = listed
+    return Probe(
+        sent_at_s,
+        listed=adapters,
+        base_models=base,
+        paused=_field(paused, "is_paused") is True,
+        identity=_text(_field(weights, "weight_version")),
+    )
+
+
+def _field(answer: Answer | NoAnswer, name: str) -> object:
+    if isinstance(answer, NoAnswer) or not answer.ok:
+        return None
+    try:
+        data = orjson.loads(answer.body)
+    except orjson.JSONDecodeError:
+        return None
+    return data.get(name) if isinstance(data, dict) else None
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+class Probes:
+    """Keeps looking at every replica; ``catch_up`` brings one to the fleet's state."""
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        calls: Calls,
+        *,
+        probe_s: float,
+        catch_up: Callable[[Replica], Awaitable[None]],
+        tasks: Tasks,
+    ) -> None:
+        self._replicas = replicas
+        self._calls = calls
+        self._probe_s = probe_s
+        self._catch_up = catch_up
+        self._tasks = tasks
+        self._kicks: dict[ReplicaId, asyncio.Event] = {}
+        replicas.on_transition.append(self._moved)
+
+    def watch(self, replica: Replica) -> None:
+        """Start looking at a new replica."""
+        self._kicks[replica.id] = asyncio.Event()
+        self._tasks.start(self._watch(replica), f"probe {replica.id}")
+
+    def watch_fleet(self) -> None:
+        self._tasks.start(self._tick(), "stalls")
+
+    def _moved(self, moved: Transition) -> None:
+        """What left ``ready`` is looked at again at once."""
+        kick = self._kicks.get(moved.replica)
+        if kick is not None and moved.new is not ReplicaState.READY:
+            kick.set()
+
+    async def _watch(self, replica: Replica) -> None:
+        fleet = self._replicas.fleet
+        kick = self._kicks[replica.id]
+        while replica.id in fleet:
+            kick.clear()
+            if replica in fleet.to_catch_up(self._replicas.now_s()):
+                await self._catch_up(replica)
+            else:
+                await self.probe(replica)
+            if replica.state is ReplicaState.DRAINING and not replica.inflight:
+                self._replicas.remove(replica.id)
+                await self._calls.forget(replica.id)
+                break
+            wait_s = self._probe_s
+            if replica.state is not ReplicaState.READY:
+                wait_s = min(EAGER_S, wait_s)
+            try:
+                async with asyncio.timeout(wait_s):
+                    await kick.wait()
+            except TimeoutError:
+                continue
+        self._kicks.pop(replica.id, None)
+
+    async def probe(self, replica: Replica) -> None:
+        """One look, and what follows from it."""
+        fleet = self._replicas.fleet
+        sent_at_s = self._replicas.now_s()
+        fleet.probe_sent(replica.id, sent_at_s)
+        seen = await look(self._calls, replica.id, self._replicas.now_s)
+        now_s = self._replicas.now_s()
+        if isinstance(seen, Probe):
+            self._replicas.apply(fleet.probe_ok(replica.id, seen, now_s))
+        elif seen.engine_dead:
+            self._replicas.died(replica, seen.detail)
+        else:
+            if seen.code == "refused":
+                self._replicas.found_dead(replica.id)
+            self._replicas.apply(
+                fleet.probe_failed(replica.id, seen.code, seen.detail, sent_at_s, now_s)
+            )
+
+    async def _tick(self) -> None:
+        """Find engines that stand still, and measure how late this loop is."""
+        loop = asyncio.get_running_loop()
+        worst: list[float] = []
+        while True:
+            due_s = loop.time() + 1.0
+            await asyncio.sleep(1.0)
+            worst = [*worst[-9:], max(0.0, loop.time() - due_s)]
+            self._replicas.metrics.loop_lag.set(max(worst))
+            self._replicas.apply(self._replicas.fleet.tick(loop.time()))

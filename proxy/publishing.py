@@ -1,0 +1,360 @@
+"""Adapters: the trainer's load and unload calls, carried out on the whole fleet or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+from broadcast import adapter_dir, own_copy
+from broadcast.answer import Answer
+from broadcast.answers import LoadOutcome, read_list
+from broadcast.driver import Notice, Timeouts, publish
+from broadcast.fleet import ReplicaState, Transition
+from broadcast.publication import (
+    FleetBack,
+    FleetLow,
+    Phase,
+    PublicationResult,
+    ReplicaDown,
+    Rules,
+    begin,
+)
+from proxy.calls import Calls
+from proxy.errors import AdapterNotVisible, AdapterRefused, BadRequest
+from proxy.fanout import Fanout
+from proxy.metrics import Metrics
+from proxy.replicas import Replicas
+from proxy.status import Status
+from routing.ids import AdapterName, ReplicaId
+
+log = logging.getLogger("rollmux")
+
+SWEEP_S = 1.0
+"""How often retired names are looked at."""
+MAX_USED_NAMES = 4096
+"""Names remembered as used before, oldest out first: days of a run with a sync a minute."""
+RESULTS = {
+    LoadOutcome.LOADED: "loaded",
+    LoadOutcome.NOT_VISIBLE: "not_visible",
+    LoadOutcome.UNKNOWN: "lost",
+    LoadOutcome.NEVER_RECEIVED: "lost",
+    LoadOutcome.ENGINE_DEAD: "lost",
+    LoadOutcome.NOT_VLLM: "lost",
+}
+"""Metric words of the outcomes; the rest are ``refused``."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCall:
+    """A trainer's load call, read and checked."""
+
+    name: AdapterName
+    path: str
+    in_place: bool
+    fields: dict[str, object]
+    """The other fields of its body, passed on as they are."""
+
+
+def read_load(body: bytes) -> LoadCall:
+    """Raises ``BadRequest`` in the words of vLLM 0.27.1 where it has some."""
+    data = _object(body)
+    name, path = data.get("lora_name"), data.get("lora_path")
+    if not isinstance(name, str) or not isinstance(path, str) or not name or not path:
+        raise BadRequest("Both 'lora_name' and 'lora_path' must be provided.", param="lora_name")
+    fields = {k: v for k, v in data.items() if k not in ("lora_name", "lora_path")}
+    return LoadCall(AdapterName(name), path, data.get("load_inplace") is True, fields)
+
+
+def _object(body: bytes) -> dict[str, object]:
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError as exc:
+        raise BadRequest(f"the body is not JSON: {exc}") from None
+    if not isinstance(data, dict):
+        raise BadRequest("the body is not a JSON object")
+    return data
+
+
+class Publishing:
+    """Publishes and retires adapters. Calls that would overlap are put in order by the caller."""
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        calls: Calls,
+        fanout: Fanout,
+        status: Status,
+        metrics: Metrics,
+        *,
+        rules: Rules,
+        timeouts: Timeouts,
+        own_copies: bool,
+        max_lora_rank: Callable[[], int | None],
+    ) -> None:
+        self._replicas = replicas
+        self._calls = calls
+        self._fanout = fanout
+        self._status = status
+        self._metrics = metrics
+        self._rules = rules
+        self._timeouts = timeouts
+        self._own_copies = own_copies
+        self._lag_s: dict[ReplicaId, float] = {}
+        self._used: OrderedDict[AdapterName, None] = OrderedDict()
+        self._told: set[str] = set()
+        self._max_lora_rank = max_lora_rank
+        self._notices: asyncio.Queue[Notice] | None = None
+        self._attempted: set[ReplicaId] = set()
+        replicas.on_transition.append(self._moved)
+
+    async def publish(self, call: LoadCall) -> PublicationResult:
+        """One whole publication, with what it does to ledger, fleet and metrics."""
+        replicas, fleet, ledger = self._replicas, self._replicas.fleet, self._replicas.ledger
+        known = ledger.get(call.name)
+        started_s = replicas.now_s()
+        path, digest = await self._prepare(call)
+        if known is not None and digest and known.digest == digest and not call.in_place:
+            return self._again(call.name, started_s)
+        if known is not None:
+            # The name stands for something already: nothing may name it until it is ours.
+            log.info("%s is known already; it is taken over", call.name)
+            fleet.close(call.name)
+            replicas.router.forget_adapter(call.name)
+            replicas.notify()
+        targets = fleet.routable()
+        listed = await self._fanout.all(
+            targets, "GET", "/v1/models", timeout_s=self._timeouts.control_timeout_s
+        )
+        before = {
+            id: found for id, answer in listed.items() if (found := read_list(answer)) is not None
+        }
+        self._notices = asyncio.Queue()
+        self._attempted = set()
+        now_s = replicas.now_s()
+        try:
+            result = await publish(
+                begin(
+                    call.name,
+                    path,
+                    [r.id for r in targets],
+                    self._rules,
+                    now_s=now_s,
+                    listed_before=before,
+                    learned_lag_s=self._lag_s,
+                    used_before=[r.id for r in targets] if call.name in self._used else (),
+                ),
+                self._calls,
+                self._notices,
+                clock=replicas.now_s,
+                timeouts=self._timeouts,
+                fields=call.fields,
+                on_attempt=self._on_attempt,
+                on_drop=self._on_drop,
+            )
+        finally:
+            self._notices = None
+        now_s = replicas.now_s()
+        self._remember(call.name)
+        if result.committed:
+            ledger.commit(call.name, call.path, now_s, loaded_from=path, digest=digest)
+            fleet.hold(result.loaded_on, call.name, path, now_s)
+            replicas.apply(fleet.change_committed(result.loaded_on, now_s))
+            for replica, seconds in result.visible_s.items():
+                self._metrics.visible_seconds.labels(replica).observe(seconds)
+                self._lag_s[replica] = self._learned(replica, seconds, result.attempts[replica])
+        elif known is not None:
+            ledger.retire(call.name, now_s)
+            ledger.forget(call.name)
+        replicas.notify()
+        self._status.on_publication(result)
+        self._log(result, now_s - started_s)
+        return result
+
+    def _again(self, name: AdapterName, started_s: float) -> PublicationResult:
+        """The same bytes under the same name: nothing to do but to say so."""
+        log.info("%s is published already, with the same bytes", name)
+        holders = tuple(r.id for r in self._replicas.fleet.candidates(name))
+        return PublicationResult(
+            name=name,
+            outcome=Phase.COMMITTED,
+            seconds=self._replicas.now_s() - started_s,
+            attempts=dict.fromkeys(holders, 0),
+            visible_s={},
+            status=200,
+            code="",
+            message=f"Success: LoRA adapter '{name}' added successfully.",
+            culprit=None,
+            loaded_on=holders,
+            dropped={},
+            stranded=(),
+        )
+
+    async def _prepare(self, call: LoadCall) -> tuple[str, str]:
+        """Check the files where they can be read from here, and copy them.
+
+        Returns the path that replicas are told and the digest of the files, empty without a copy.
+        Files cut short are waited for: seen through a mount they may only be not whole yet.
+        """
+        replicas = self._replicas
+        source = Path(call.path)
+        deadline_s = replicas.now_s() + self._rules.load_timeout_s
+        while True:
+            try:
+                found = await asyncio.to_thread(
+                    adapter_dir.check,
+                    source,
+                    max_lora_rank=self._max_lora_rank(),
+                    first_shapes=replicas.ledger.first_shapes,
+                )
+                break
+            except adapter_dir.AdapterNotReadable as exc:
+                log.debug("%s is not checked: %s", call.name, exc)
+                return call.path, ""
+            except adapter_dir.AdapterIncomplete as exc:
+                if replicas.now_s() >= deadline_s:
+                    raise AdapterNotVisible(
+                        f"LoRA adapter '{call.name}' was not published: its files are still not "
+                        f"whole after {self._rules.load_timeout_s:g} s: {exc}"
+                    ) from None
+                await asyncio.sleep(self._rules.load_retry_s)
+            except adapter_dir.AdapterRefused as exc:
+                raise AdapterRefused(
+                    f"LoRA adapter '{call.name}' was not published: {exc}", status=400
+                ) from None
+        for warning in found.warnings:
+            log.warning("%s: %s", call.name, warning)
+        if replicas.ledger.first_shapes is None and found.shapes:
+            replicas.ledger.first_shapes = found.shapes
+        if not self._own_copies:
+            return call.path, ""
+        copy = await asyncio.to_thread(own_copy.make, source, call.name)
+        if isinstance(copy, own_copy.NoCopy):
+            if copy.reason not in self._told:
+                self._told.add(copy.reason)
+                log.warning("%s is loaded from the trainer's own path: %s", call.name, copy.reason)
+            return call.path, ""
+        return str(copy.path), copy.digest
+
+    async def retire(self, body: bytes) -> Answer:
+        """The trainer's unload: answered at once; the replicas are told when nobody needs it."""
+        name = _object(body).get("lora_name")
+        if not isinstance(name, str) or not name:
+            raise BadRequest("'lora_name' must be provided.", param="lora_name")
+        if not self._replicas.ledger.retire(name, self._replicas.now_s()):
+            # vLLM 0.27.1, entrypoints/openai/models/serving.py
+            error = {
+                "message": f"The lora adapter '{name}' cannot be found.",
+                "type": "NotFoundError",
+                "param": None,
+                "code": 404,
+            }
+            return Answer(404, orjson.dumps({"error": error}), "application/json")
+        log.info("%s is retired: served until nobody names it, then unloaded", name)
+        return Answer(200, f"Success: LoRA adapter '{name}' removed successfully.".encode())
+
+    async def sweep(self) -> None:
+        """Unload retired names that nobody needs any more, for ever."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            await self.sweep_once()
+
+    async def sweep_once(self) -> None:
+        replicas, ledger = self._replicas, self._replicas.ledger
+        gone = set()
+        for name in ledger.retired_names():
+            adapter = ledger.get(name)
+            if adapter is not None and not await asyncio.to_thread(_readable, adapter.loaded_from):
+                gone.add(name)
+        inflight = replicas.fleet.inflight_names()
+        for name in ledger.retirable(replicas.now_s(), inflight, gone):
+            await self.forget(name)
+
+    async def forget(self, name: AdapterName) -> None:
+        """Close a retired name everywhere, tell the replicas, and remove our copy of its files."""
+        replicas = self._replicas
+        adapter = replicas.ledger.get(name)
+        replicas.fleet.close(name)
+        replicas.ledger.forget(name)
+        replicas.router.forget_adapter(name)
+        replicas.notify()
+        body = orjson.dumps({"lora_name": name})
+        await self._fanout.all(
+            replicas.fleet.routable(),
+            "POST",
+            "/v1/unload_lora_adapter",
+            body,
+            timeout_s=self._timeouts.control_timeout_s,
+        )
+        if adapter is not None and adapter.path_names_the_bytes:
+            await asyncio.to_thread(own_copy.remove, Path(adapter.loaded_from))
+        log.info("%s is unloaded everywhere", name)
+
+    def _moved(self, moved: Transition) -> None:
+        """Tell a publication that is under way what happens to its replicas."""
+        if self._notices is None:
+            return
+        fleet, now_s = self._replicas.fleet, self._replicas.now_s()
+        if moved.new is ReplicaState.DOWN or moved.new is ReplicaState.JOINING:
+            self._notices.put_nowait(ReplicaDown(moved.replica, moved.why or moved.code, now_s))
+        self._notices.put_nowait(FleetBack(now_s) if fleet.enough() else FleetLow(now_s))
+
+    def _on_attempt(self, replica: ReplicaId, outcome: LoadOutcome, seconds: float) -> None:
+        self._metrics.load_attempts.labels(replica, RESULTS.get(outcome, "refused")).inc()
+        if replica in self._attempted:
+            self._metrics.load_retries.labels(replica).inc()
+        self._attempted.add(replica)
+
+    def _on_drop(self, replica: ReplicaId, reason: str) -> None:
+        replicas = self._replicas
+        replicas.apply(
+            replicas.fleet.must_rejoin(replica, "not_published", reason, replicas.now_s())
+        )
+
+    def _learned(self, replica: ReplicaId, seconds: float, attempts: int) -> float:
+        """The time before which no look of this replica can succeed, from what was seen.
+
+        Several looks bound it from both sides. One look only shows that it is not longer: then the
+        next is sent a little earlier, to follow a lag that shrinks.
+        """
+        if attempts > 1:
+            return seconds
+        return min(self._lag_s.get(replica, 0.0), seconds) * 0.98
+
+    def _remember(self, name: AdapterName) -> None:
+        self._used[name] = None
+        self._used.move_to_end(name)
+        while len(self._used) > MAX_USED_NAMES:
+            self._used.popitem(last=False)
+
+    def _log(self, result: PublicationResult, seconds: float) -> None:
+        each = ", ".join(
+            f"{replica} {attempts} attempt{'s' if attempts != 1 else ''}"
+            f"{f' {result.visible_s[replica]:.2f} s' if replica in result.visible_s else ''}"
+            for replica, attempts in result.attempts.items()
+        )
+        if result.committed:
+            log.info("%s published in %.2f s (%s)", result.name, seconds, each)
+        else:
+            log.error(
+                "%s not published after %.2f s, %s (%s): %s",
+                result.name,
+                seconds,
+                result.outcome.value,
+                each,
+                result.message,
+            )
+
+
+def _readable(path: str) -> bool:
+    """Whether an adapter's files are there. What cannot be seen from here is not known to be gone:
+    only a folder that exists without its configuration, or whose parent exists without it, is."""
+    folder = Path(path)
+    if (folder / "adapter_config.json").exists():
+        return True
+    return not folder.parent.exists()

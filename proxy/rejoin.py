@@ -1,0 +1,336 @@
+"""Brings a replica that is new, or came back, to the fleet's state before it gets a request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import orjson
+
+from broadcast import catchup
+from broadcast.answer import Answer, NoAnswer
+from broadcast.answers import LoadOutcome, UnloadOutcome, classify_load, classify_unload, words
+from broadcast.catchup import CatchUp, StepResult
+from broadcast.fleet import Probe, Replica
+from broadcast.joins import Facts, facts
+from broadcast.ledger import version_of
+from broadcast.pause import Pause
+from proxy.calls import Calls
+from proxy.fanout import Fanout
+from proxy.probes import Failed, look
+from proxy.replicas import Replicas
+from routing.ids import AdapterName, ReplicaId
+
+log = logging.getLogger("rollmux")
+
+REBUILD_S = 10.0
+"""After the first replica was seen, the others have so long to be seen too before the ledger is
+taken as rebuilt. Replicas that survived the daemon answer in milliseconds."""
+MARKER_PREFIX = "rollmux-"
+CLEAR = "/reset_prefix_cache?reset_running_requests=true"
+
+
+class Rejoin:
+    """Catches replicas up, one task each, and rebuilds the ledger when the daemon starts.
+
+    ``run_id`` is the marker (``/update_weight_version``) by which a process is known again.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        calls: Calls,
+        fanout: Fanout,
+        pause: Pause,
+        *,
+        run_id: str,
+        load_timeout_s: float,
+        load_retry_s: float,
+        load_retry_max_s: float,
+        attempt_timeout_s: float,
+        control_timeout_s: float,
+    ) -> None:
+        self.run_id = run_id
+        self._replicas = replicas
+        self._calls = calls
+        self._fanout = fanout
+        self._pause = pause
+        self._load_timeout_s = load_timeout_s
+        self._load_retry_s = load_retry_s
+        self._load_retry_max_s = load_retry_max_s
+        self._attempt_timeout_s = attempt_timeout_s
+        self._control_timeout_s = control_timeout_s
+        self.facts: dict[ReplicaId, Facts] = {}
+        """What each replica told of its settings, when it joined."""
+        self._seen: dict[ReplicaId, Probe | None] = {}
+        self._rebuilt = asyncio.Event()
+        self._rebuild_deadline_s: float | None = None
+
+    async def catch_up(self, replica: Replica) -> None:
+        """One attempt; afterwards the replica is ready, or joining or down with the reason."""
+        fleet = self._replicas.fleet
+        epoch = fleet.catch_up_started(replica.id)
+        plan = CatchUp(
+            self._replicas.ledger,
+            self._replicas.now_s(),
+            cache_clears=replica.cache_clears,
+            deadline_s=self._load_timeout_s,
+            retry_s=self._load_retry_s,
+            retry_max_s=self._load_retry_max_s,
+        )
+        marker: str | None = None
+        first: Probe | None = None
+        while replica.id in fleet and replica.epoch == epoch:
+            now_s = self._replicas.now_s()
+            step = plan.next(now_s)
+            match step:
+                case catchup.Joined():
+                    moved = fleet.joined(
+                        replica.id,
+                        epoch,
+                        step.adapters,
+                        now_s,
+                        identity=marker,
+                        cache_clears=plan.cache_clears,
+                    )
+                    self._replicas.apply(moved)
+                    return
+                case catchup.GiveUp():
+                    log.warning("%s cannot join: %s", self._replicas.label(replica.id), step.why)
+                    fleet.catch_up_failed(replica.id, epoch, step.code, step.why, now_s)
+                    return
+                case catchup.Wait():
+                    await asyncio.sleep(step.seconds)
+                case catchup.Look():
+                    seen = await self._look(replica, epoch)
+                    if seen is None:
+                        return
+                    if first is None:
+                        first = seen
+                        await self._rebuild(replica.id, seen)
+                        if not await self._fits(replica, seen, epoch):
+                            return
+                        ours = seen.identity == self.run_id
+                        marker = seen.identity if ours else await self._mark(replica.id)
+                    plan.looked(
+                        seen.listed,
+                        paused=seen.paused,
+                        pause_target=self._pause.target,
+                        ours=first.identity == self.run_id,
+                        now_s=self._replicas.now_s(),
+                    )
+                case _:
+                    result, detail = await self._carry_out(replica.id, step)
+                    plan.stepped(result, detail, self._replicas.now_s())
+
+    async def _look(self, replica: Replica, epoch: int) -> Probe | None:
+        """A look, told to the fleet; None when it showed no living vLLM."""
+        fleet = self._replicas.fleet
+        sent_at_s = self._replicas.now_s()
+        fleet.probe_sent(replica.id, sent_at_s)
+        seen = await look(self._calls, replica.id, self._replicas.now_s)
+        now_s = self._replicas.now_s()
+        if isinstance(seen, Failed):
+            await self._rebuild(replica.id, None)
+            fleet.catch_up_failed(replica.id, epoch, seen.code, seen.detail, now_s)
+            moved = fleet.probe_failed(replica.id, seen.code, seen.detail, sent_at_s, now_s)
+            self._replicas.apply(moved)
+            return None
+        self._replicas.apply(fleet.probe_ok(replica.id, seen, now_s))
+        return seen
+
+    async def _fits(self, replica: Replica, seen: Probe, epoch: int) -> bool:
+        """Whether it can be one of this fleet; warn of what will not work with it."""
+        fleet = self._replicas.fleet
+        label = self._replicas.label(replica.id)
+        now_s = self._replicas.now_s()
+        others = [r for r in fleet.routable() if r.base_models]
+        if others and others[0].base_models != seen.base_models:
+            why = (
+                f"serves {', '.join(seen.base_models)}, but {others[0].id} serves "
+                f"{', '.join(others[0].base_models)}; start it with the same model"
+            )
+            log.error("%s stays out: it %s", label, why)
+            self._replicas.apply(fleet.exclude(replica.id, "model_differs", why, now_s))
+            return False
+        foreign = (seen.identity or "").startswith(MARKER_PREFIX) and seen.identity != self.run_id
+        if foreign and replica.was_ready:
+            why = f"carries the marker {seen.identity} of another run: two daemons share it"
+            log.error("%s stays out: it %s", label, why)
+            self._replicas.apply(fleet.exclude(replica.id, "foreign_run", why, now_s))
+            return False
+        if replica.block_tokens is None:
+            await self._read_facts(replica, label)
+        return replica.epoch == epoch
+
+    async def _read_facts(self, replica: Replica, label: str) -> None:
+        """Block size and LoRA settings; a server that does not tell them is taken as it is."""
+        info, route = await asyncio.gather(
+            self._calls(
+                replica.id, "GET", "/server_info?config_format=json",
+                timeout_s=self._control_timeout_s,
+            ),
+            # Without a name it changes nothing: 400 where the endpoint is, 404 where it is not.
+            self._calls(
+                replica.id, "POST", "/v1/unload_lora_adapter", b"{}",
+                timeout_s=self._control_timeout_s,
+            ),
+        )  # fmt: skip
+        found = None
+        if isinstance(info, Answer) and info.ok:
+            try:
+                value = orjson.loads(info.body)
+                found = facts(value) if isinstance(value, dict) else None
+            except orjson.JSONDecodeError:
+                found = None
+        if found is None:
+            log.warning(
+                "%s does not tell its settings at /server_info (%s). TRL needs it: start vLLM with "
+                "VLLM_SERVER_DEV_MODE=1",
+                label,
+                info.detail if isinstance(info, NoAnswer) else info.status,
+            )
+        else:
+            replica.block_tokens = found.block_tokens
+            self.facts[replica.id] = found
+            if found.block_tokens:
+                self._replicas.use_block_tokens(found.block_tokens)
+            if found.lora is None:
+                log.warning(
+                    "%s runs without --enable-lora: the trainer will fall back to merged weights",
+                    label,
+                )
+        if (
+            isinstance(route, Answer)
+            and route.status == 404
+            and "cannot be found" not in words(route)
+        ):
+            log.warning(
+                "%s cannot load adapters while it runs: start vLLM with --enable-lora and "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+                label,
+            )
+
+    async def _mark(self, replica: ReplicaId) -> str | None:
+        """Leave our marker on the process; None where it takes none."""
+        answer = await self._calls(
+            replica,
+            "POST",
+            "/update_weight_version",
+            orjson.dumps({"new_version": self.run_id}),
+            timeout_s=self._control_timeout_s,
+        )
+        return self.run_id if isinstance(answer, Answer) and answer.ok else None
+
+    async def _carry_out(self, replica: ReplicaId, step: catchup.Step) -> tuple[StepResult, str]:
+        """One step of the plan: how it went, in a word and in words."""
+        timeout_s = self._control_timeout_s
+        match step:
+            case catchup.Unload():
+                answer = await self._post(
+                    replica, "/v1/unload_lora_adapter", {"lora_name": step.name}, timeout_s
+                )
+                match classify_unload(answer):
+                    case UnloadOutcome.GONE:
+                        return StepResult.OK, ""
+                    case UnloadOutcome.UNKNOWN | UnloadOutcome.NEVER_RECEIVED:
+                        return StepResult.UNKNOWN, _words(answer)
+                    case _:
+                        return StepResult.FAILED, _words(answer)
+            case catchup.Load():
+                body = {"lora_name": step.name, "lora_path": step.path, "load_inplace": False}
+                answer = await self._post(
+                    replica, "/v1/load_lora_adapter", body, self._attempt_timeout_s
+                )
+                match classify_load(answer):
+                    case LoadOutcome.LOADED:
+                        return StepResult.OK, ""
+                    case LoadOutcome.NOT_VISIBLE:
+                        return StepResult.LATER, _words(answer)
+                    case LoadOutcome.ALREADY | LoadOutcome.UNKNOWN | LoadOutcome.NEVER_RECEIVED:
+                        return StepResult.UNKNOWN, _words(answer)
+                    case _:
+                        return StepResult.FAILED, _words(answer)
+            case catchup.ResetCache():
+                answer = await self._post(replica, CLEAR, None, timeout_s)
+                return cleared(answer)
+            case catchup.Pause():
+                answer = await self._post(replica, step.target, None, timeout_s)
+            case catchup.Resume():
+                answer = await self._post(replica, "/resume", None, timeout_s)
+        if isinstance(answer, NoAnswer):
+            return StepResult.UNKNOWN, answer.detail
+        return (StepResult.OK if answer.ok else StepResult.FAILED), _words(answer)
+
+    async def _post(
+        self, replica: ReplicaId, target: str, body: object, timeout_s: float
+    ) -> Answer | NoAnswer:
+        data = orjson.dumps(body) if body is not None else None
+        return await self._calls(replica, "POST", target, data, timeout_s=timeout_s)
+
+    def max_lora_rank(self) -> int | None:
+        """The smallest of the fleet; None while nobody has told."""
+        ranks = [f.lora[1] for f in self.facts.values() if f.lora and f.lora[1] is not None]
+        return min(ranks, default=None)
+
+    # Rebuilding the ledger
+
+    async def _rebuild(self, replica: ReplicaId, seen: Probe | None) -> None:
+        """At the daemon's start: what all replicas hold alike is what the last daemon left.
+
+        A replica that is up waits here for the others, so that nothing is swept off it that
+        belongs to the run.
+        """
+        if self._rebuilt.is_set():
+            return
+        self._seen[replica] = seen
+        now_s = self._replicas.now_s()
+        if self._rebuild_deadline_s is None:
+            if seen is None:
+                return
+            self._rebuild_deadline_s = now_s + REBUILD_S
+        if all(r.id in self._seen for r in self._replicas.fleet):
+            self._adopt()
+        if seen is not None and not self._rebuilt.is_set():
+            try:
+                async with asyncio.timeout(max(0.0, self._rebuild_deadline_s - now_s)):
+                    await self._rebuilt.wait()
+            except TimeoutError:
+                self._adopt()
+
+    def _adopt(self) -> None:
+        if self._rebuilt.is_set():
+            return
+        self._rebuilt.set()
+        seen = [probe for probe in self._seen.values() if probe is not None]
+        markers = {probe.identity for probe in seen}
+        if len(markers) == 1 and (marker := markers.pop()) and marker.startswith(MARKER_PREFIX):
+            self.run_id = marker
+        common = set(seen[0].listed.items()).intersection(*(p.listed.items() for p in seen[1:]))
+        now_s = self._replicas.now_s()
+        for name, path in sorted(common, key=lambda item: (version_of(item[0]) or 0, item[0])):
+            self._replicas.ledger.commit(AdapterName(name), path, now_s)
+        if common:
+            names = ", ".join(name for name, _ in sorted(common))
+            log.info("adapters found on all %d replicas and taken over: %s", len(seen), names)
+        self._replicas.rebuilding = False
+        self._replicas.notify()
+
+
+def cleared(answer: Answer | NoAnswer) -> tuple[StepResult, str]:
+    """``/reset_prefix_cache`` answers 200 with ``success: false`` while blocks are held."""
+    if isinstance(answer, NoAnswer):
+        return StepResult.UNKNOWN, answer.detail
+    if answer.status == 404:
+        return StepResult.OK, "no such endpoint: nothing to clear"
+    if not answer.ok:
+        return StepResult.FAILED, _words(answer)
+    if b'"success":false' in answer.body.replace(b" ", b""):
+        return StepResult.LATER, "cache blocks are still held"
+    return StepResult.OK, ""
+
+
+def _words(answer: Answer | NoAnswer) -> str:
+    if isinstance(answer, NoAnswer):
+        return f"{answer.cause}: {answer.detail}"
+    return f"{answer.status} {words(answer, 500)}"

@@ -1,0 +1,307 @@
+"""The replicas as the daemon holds them: the pure fleet, and what each has of sockets and tasks.
+
+Everything that happens to a replica passes through here once: the fleet decides, and this shell
+logs the transition, moves the metrics, tells the router and wakes whoever waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from blake3 import blake3
+
+from broadcast.answer import Cause
+from broadcast.fleet import Fleet, Replica, ReplicaState, Transition
+from broadcast.ledger import Ledger
+from broadcast.suspects import Suspects
+from broadcast.suspects import Verdict as Suspicion
+from proxy.body import Generation
+from proxy.judge import Verdict
+from proxy.metrics import Metrics
+from proxy.tokens import Bearer
+from proxy.upstream import Upstream, UpstreamBroken
+from routing.ids import AdapterName, ReplicaId
+from routing.router import Decision, Router, RouteRequest
+
+log = logging.getLogger("rollmux")
+
+DEATH_WINDOW_S = 10.0
+"""A connection lost no longer than this before its replica is found dead was lost to that death."""
+
+
+class Replicas:
+    """Fleet, ledger and router of one daemon, with a connection stack for every replica.
+
+    ``make_router`` gets the replicas' block size in tokens once it is known, before that None.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        ledger: Ledger,
+        make_router: Callable[[int | None], Router],
+        *,
+        bearer: Bearer,
+        metrics: Metrics,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
+        self.fleet = fleet
+        self.ledger = ledger
+        self.router = make_router(None)
+        self.metrics = metrics
+        self.rebuilding = True
+        """The ledger is not known to be right yet: no name is called unknown meanwhile."""
+        self.one_alone = asyncio.Lock()
+        """Held while a suspect body is tried alone on a replica."""
+        self.on_transition: list[Callable[[Transition], None]] = []
+        self._make_router = make_router
+        self._block_tokens: int | None = None
+        self._bearer = bearer
+        self._context = context
+        self._upstreams: dict[ReplicaId, Upstream] = {}
+        self._may_have_token: set[ReplicaId] = set()
+        self._bodies: dict[ReplicaId, dict[int, bytes]] = {}
+        self._lost: dict[ReplicaId, list[tuple[float, bytes]]] = {}
+        self._suspects = Suspects()
+        self._reserved: set[ReplicaId] = set()
+        self._changed = asyncio.Event()
+        self._next_key = 0
+
+    # Membership
+
+    def add(self, url: str) -> Replica:
+        """A new replica, joining. Raises ValueError when its URL is in the fleet already."""
+        replica = self.fleet.add(url, self.now_s())
+        self._upstreams[replica.id] = Upstream(url, context=self._context)
+        self._bodies[replica.id] = {}
+        if self._bearer.allowed(url):
+            self._may_have_token.add(replica.id)
+        for state in ReplicaState:
+            self.metrics.replica_state.labels(replica.id, state.value).set(state == replica.state)
+        self.metrics.replica_info.labels(replica.id, url).set(1)
+        self.metrics.replica_inflight.labels(replica.id).set_function(lambda: replica.inflight)
+        self.notify()
+        return replica
+
+    def drain(self, replica: ReplicaId) -> None:
+        """Nothing new for it. Raises KeyError."""
+        self.apply(self.fleet.drain(replica, self.now_s()))
+
+    def remove(self, replica: ReplicaId) -> None:
+        """Out of the fleet; what it still carries moves to another. Raises KeyError."""
+        gone = self.fleet.remove(replica)
+        upstream = self._upstreams.pop(replica)
+        upstream.break_all(Cause.RESET, "the replica was removed")
+        upstream.close()
+        self._bodies.pop(replica, None)
+        self._lost.pop(replica, None)
+        self._may_have_token.discard(replica)
+        self.router.forget_replica(replica)
+        self.metrics.forget_replica(replica, gone.url, tuple(ReplicaState))
+        log.info("%s (%s) left the fleet", replica, gone.url)
+        self.notify()
+
+    def close(self) -> None:
+        for upstream in self._upstreams.values():
+            upstream.close()
+
+    # Looking, on the way of every generation
+
+    def known(self, model: str) -> bool:
+        """Whether a request for ``model`` may yet be answered."""
+        return (
+            not model
+            or self.rebuilding
+            or self.ledger.known(AdapterName(model))
+            or bool(self.fleet.candidates(model))
+            or any(model in r.base_models for r in self.fleet)
+        )
+
+    def candidates(self, model: str) -> tuple[Replica, ...]:
+        """Replicas that may get a request for ``model``; an empty name is the base model."""
+        found = self.fleet.candidates(model) if model else self.fleet.routable()
+        if self._reserved:
+            return tuple(r for r in found if r.id not in self._reserved)
+        return found
+
+    def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> Decision | None:
+        choice = self.router.choose(request, candidates, self.now_s())
+        return choice if isinstance(choice, Decision) else None
+
+    def use_block_tokens(self, tokens: int) -> None:
+        """The first replica's block size decides; called before anything is routed."""
+        if self._block_tokens is None:
+            self._block_tokens = tokens
+            self.router = self._make_router(tokens)
+        elif tokens != self._block_tokens:
+            log.warning(
+                "a replica's block size is %d tokens, the first one's %d: start them alike",
+                tokens,
+                self._block_tokens,
+            )
+
+    def upstream(self, replica: ReplicaId) -> Upstream:
+        return self._upstreams[replica]
+
+    def authorization(self, replica: ReplicaId) -> bytes:
+        """The bearer header for a replica that may see the token; else nothing."""
+        return self._bearer.value() if replica in self._may_have_token else b""
+
+    def suspicion(self, body: bytes) -> Suspicion:
+        """Whether this body was in flight when engines died."""
+        return self._suspects.verdict(_digest(body)) if len(self._suspects) else Suspicion.FREE
+
+    @contextmanager
+    def in_flight(self, replica: Replica, generation: Generation, body: bytes) -> Iterator[None]:
+        """Counted in the replica's load, exactly as long as the block lasts."""
+        lease = self.fleet.start(replica.id, generation.weight, generation.model)
+        bodies = self._bodies[replica.id]
+        self._next_key = key = self._next_key + 1
+        bodies[key] = body
+        try:
+            yield
+        finally:
+            bodies.pop(key, None)
+            lease.release()
+            if self._reserved or replica.state is ReplicaState.DRAINING:
+                self.notify()
+
+    @contextmanager
+    def reserved(self, replica: ReplicaId) -> Iterator[None]:
+        """Nothing new goes to this replica as long as the block lasts."""
+        self._reserved.add(replica)
+        try:
+            yield
+        finally:
+            self._reserved.discard(replica)
+            self.notify()
+
+    def label(self, replica: str) -> str:
+        """Id and URL, for people."""
+        found = self.fleet.get(ReplicaId(replica))
+        return f"{replica} ({found.url})" if found else replica
+
+    def believed(self, model: str) -> bool:
+        """Whether a ready replica ought to hold this adapter."""
+        return self.ledger.known(model)
+
+    def missing(self) -> str:
+        """Who is not ready, and why, in one line."""
+        if not len(self.fleet):
+            return "the fleet is empty"
+        return "; ".join(self.fleet.missing()) or "all replicas are ready"
+
+    # What traffic saw
+
+    def answered(self, replica: Replica) -> None:
+        self.apply(self.fleet.answered(replica.id, self.now_s()))
+
+    def broken(self, replica: Replica, epoch: int, error: UpstreamBroken, body: bytes) -> None:
+        """No whole reply to ``body`` came."""
+        now_s = self.now_s()
+        if error.cause in (Cause.REFUSED, Cause.UNREACHABLE):
+            moved = self.fleet.connection_refused(replica.id, error.detail, now_s, epoch)
+            if error.cause is Cause.REFUSED:
+                self.found_dead(replica.id)
+        else:
+            if replica.epoch == epoch:  # else its death is known and has been counted
+                self._lost.setdefault(replica.id, []).append((now_s, body))
+            moved = self.fleet.connection_lost(replica.id, error.detail, now_s, epoch)
+        self.apply(moved)
+
+    def judged(
+        self, replica: Replica, epoch: int, verdict: Verdict, model: str, status: int, detail: str
+    ) -> None:
+        """An answer came that says something about the replica rather than the request."""
+        now_s = self.now_s()
+        match verdict:
+            case Verdict.ENGINE_DEAD:
+                self.died(replica, detail, epoch)
+            case Verdict.ADAPTER_LOST:
+                name = AdapterName(model)
+                self.apply(self.fleet.adapter_lost(replica.id, name, now_s, epoch))
+            case Verdict.TOKEN_REJECTED:
+                self._bearer.rejected()
+                self.apply(self.fleet.not_vllm(replica.id, "token_rejected", detail, now_s, epoch))
+            case Verdict.EDGE:
+                self.apply(self.fleet.not_vllm(replica.id, f"edge_{status}", detail, now_s, epoch))
+            case _:
+                pass
+
+    def died(self, replica: Replica, detail: str, epoch: int | None = None) -> None:
+        """vLLM says its engine is dead: all that is in flight there was so at that death."""
+        if epoch in (None, replica.epoch) and replica.state is not ReplicaState.DOWN:
+            self._suspect([*self._bodies[replica.id].values(), *self._just_lost(replica.id)])
+        self.apply(self.fleet.engine_dead(replica.id, detail, self.now_s(), epoch))
+
+    def found_dead(self, replica: ReplicaId) -> None:
+        """Nothing listens there any more: what was lost just now was lost to a death."""
+        self._suspect(self._just_lost(replica))
+
+    def _just_lost(self, replica: ReplicaId) -> list[bytes]:
+        oldest_s = self.now_s() - DEATH_WINDOW_S
+        return [body for at_s, body in self._lost.pop(replica, []) if at_s >= oldest_s]
+
+    def _suspect(self, bodies: list[bytes]) -> None:
+        if bodies:
+            self._suspects.in_flight_at_death([_digest(body) for body in bodies])
+
+    # Changes
+
+    def apply(self, transitions: Sequence[Transition]) -> None:
+        """Log, count and pass on what the fleet decided."""
+        for moved in transitions:
+            replica = self.fleet.get(moved.replica)
+            url = replica.url if replica else ""
+            level = logging.INFO
+            if moved.new in (ReplicaState.SUSPECT, ReplicaState.DOWN):
+                level = logging.WARNING
+            log.log(
+                level,
+                "%s (%s): %s -> %s%s",
+                moved.replica,
+                url,
+                moved.old.value,
+                moved.new.value,
+                f": {self._bearer.redact(moved.why)}" if moved.why else "",
+            )
+            for state in ReplicaState:
+                self.metrics.replica_state.labels(moved.replica, state.value).set(
+                    state == moved.new
+                )
+            if moved.new in (ReplicaState.DOWN, ReplicaState.JOINING):
+                self.router.forget_replica(moved.replica)
+            if moved.new is ReplicaState.DOWN:
+                upstream = self._upstreams.get(moved.replica)
+                if upstream is not None:
+                    upstream.break_all(Cause.RESET, f"the replica is down: {moved.code}")
+            if moved.new is ReplicaState.READY and moved.old is ReplicaState.SUSPECT:
+                self._lost.pop(moved.replica, None)  # lost to a living engine: no suspicion
+            for listener in self.on_transition:
+                listener(moved)
+        if transitions:
+            self.notify()
+
+    def notify(self) -> None:
+        """Something changed: whoever waits looks again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def changed(self, timeout_s: float) -> None:
+        """Until something changes, or the time is up."""
+        try:
+            async with asyncio.timeout(max(0.0, timeout_s)):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    def now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _digest(body: bytes) -> bytes:
+    return blake3(body).digest(length=16)

@@ -1,0 +1,144 @@
+"""What the daemon tells of itself: ``/proxy/status``, ``/proxy/`` and ``/metrics``."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from typing import Any
+
+from broadcast.publication import PublicationResult
+from proxy.metrics import Metrics
+from proxy.record import RequestRecord
+from proxy.replicas import Replicas
+
+KEPT_PUBLICATIONS = 20
+
+
+class Status:
+    """Reads the daemon's state and keeps the few counts that nothing else keeps."""
+
+    def __init__(self, replicas: Replicas, metrics: Metrics, version: str) -> None:
+        self._replicas = replicas
+        self._metrics = metrics
+        self._version = version
+        self._started_s = time.monotonic()
+        self._routed: Counter[str] = Counter()
+        self._publications: deque[dict[str, Any]] = deque(maxlen=KEPT_PUBLICATIONS)
+        self.paused = False
+        """What the trainer was told."""
+
+    # Sinks
+
+    def on_record(self, record: RequestRecord) -> None:
+        """One generation has ended."""
+        metrics = self._metrics
+        code = str(record.status or 499)
+        metrics.requests.labels(record.route, code).inc()
+        for replica, cause in record.failovers:
+            metrics.failovers.labels(replica, cause).inc()
+        if record.client_gone:
+            metrics.disconnects.labels(record.phase).inc()
+        if record.decision:
+            self._routed[record.decision] += 1
+            metrics.decisions.labels(metrics.word(record.decision)).inc()
+            metrics.upstream_seconds.labels(record.replica).observe(record.ended_s - record.sent_s)
+            if record.attempts == 1:
+                metrics.overhead_seconds.observe(record.sent_s - record.received_s)
+
+    def on_publication(self, result: PublicationResult) -> None:
+        """One publication has ended."""
+        self._publications.append(
+            {
+                "name": result.name,
+                "outcome": result.outcome,
+                "seconds": round(result.seconds, 3),
+                "attempts": dict(result.attempts),
+                "dropped": list(result.dropped),
+                "message": result.message,
+            }
+        )
+        self._metrics.publications.labels(result.outcome).inc()
+        self._metrics.publish_seconds.labels(result.outcome).observe(result.seconds)
+
+    # Readers
+
+    def metrics_page(self) -> bytes:
+        metrics, ledger = self._metrics, self._replicas.ledger
+        metrics.adapters_live.set(len(ledger.live))
+        metrics.paused.set(self.paused)
+        metrics.prefix_blocks.set(self._replicas.router.tracked_blocks)
+        if ledger.latest is not None:
+            metrics.policy_version.set(ledger.policy_version)
+        return metrics.page()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The contract's ``/proxy/status``; keys are only ever added."""
+        replicas = self._replicas
+        ledger = replicas.ledger
+        routed = self._routed
+        return {
+            "version": self._version,
+            "uptime_s": round(time.monotonic() - self._started_s, 1),
+            "healthy": replicas.fleet.healthy(replicas.now_s()),
+            "rebuilding": replicas.rebuilding,
+            "paused": self.paused,
+            "policy": {
+                "latest": ledger.latest.name if ledger.latest else None,
+                "live": list(ledger.live_names()),
+                "retired": list(ledger.retired_names()),
+            },
+            "router": {
+                "name": replicas.router.name,
+                "routed": sum(routed.values()),
+                "affinity": routed["affinity"],
+                "spilled": routed["spilled"],
+                "unmatched": routed["unmatched"],
+                "tracked_blocks": replicas.router.tracked_blocks,
+                **{word: n for word, n in routed.items() if word not in _WORDS},
+            },
+            "replicas": [
+                {
+                    "id": r.id,
+                    "url": r.url,
+                    "state": r.state.value,
+                    "inflight": r.inflight,
+                    "routed": r.routed,
+                    "adapters": list(r.adapters),
+                    "base_models": list(r.base_models),
+                    "paused": r.paused,
+                    "last_error": r.excluded_reason or r.last_error,
+                    "error_code": r.error_code,
+                }
+                for r in replicas.fleet
+            ],
+            "missing": list(replicas.fleet.missing()),
+            "publications": list(self._publications),
+        }
+
+    def as_text(self) -> str:
+        """The status for people, on one screen."""
+        data = self.as_dict()
+        router = data["router"]
+        lines = [
+            f"rollmux {data['version']}, up {data['uptime_s']:.0f} s, "
+            f"{'healthy' if data['healthy'] else 'not healthy'}"
+            f"{', paused' if data['paused'] else ''}",
+            f"policy {data['policy']['latest'] or 'none yet'}; "
+            f"live: {', '.join(data['policy']['live']) or 'none'}",
+            f"router {router['name']}: {router['routed']} routed, {router['affinity']} affinity, "
+            f"{router['spilled']} spilled, {router['unmatched']} unmatched",
+            "",
+        ]
+        lines += [
+            f"{r['id']:4} {r['state']:9} in flight {r['inflight']:5}  routed {r['routed']:8}  "
+            f"{r['url']}  {r['last_error']}".rstrip()
+            for r in data["replicas"]
+        ]
+        lines += [""] + [
+            f"{p['name']}: {p['outcome']} in {p['seconds']} s, attempts {p['attempts']}"
+            for p in reversed(data["publications"])
+        ]
+        return "\n".join(lines) + "\n"
+
+
+_WORDS = frozenset(("affinity", "spilled", "unmatched"))
