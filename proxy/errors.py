@@ -209,13 +209,19 @@ TABLE: Final[Mapping[type[ProxyError], Row]] = {
     BodyTooLarge: Row(413, "body_too_large", "BadRequestError", "OpenEnv does not retry it"),
     HeadersTooLarge: Row(431, "headers_too_large", "BadRequestError", "OpenEnv does not retry it"),
     SuspectRequest: Row(
-        500, "suspect_request", "InternalServerError", "TRL gives this rollout up, not the fleet"
+        500,
+        "suspect_request",
+        "InternalServerError",
+        "at once, so TRL's up to 90 tries cost no more engines",
     ),
     AdapterStranded: Row(
         500, "adapter_stranded", "InternalServerError", "TRL ends the run with the message"
     ),
     UnknownRoute: Row(
-        501, "unknown_route", "NotImplementedError", "not 404, which TRL reads as an older vLLM"
+        501,
+        "unknown_route",
+        "NotImplementedError",
+        "not 404, which TRL reads as a missing endpoint of vLLM",
     ),
     NotSupported: Row(
         501, "not_supported", "NotImplementedError", "TRL ends the run with the message"
@@ -246,7 +252,10 @@ TABLE: Final[Mapping[type[ProxyError], Row]] = {
         "TRL tries again for minutes; OpenEnv honours Retry-After",
     ),
     FleetOutage: Row(
-        503, "fleet_outage", "ServiceUnavailableError", "TRL waits 1800 s for it, then ends the run"
+        503,
+        "fleet_outage",
+        "ServiceUnavailableError",
+        "before TRL's own 1800 s are over, so that it ends the run with the message",
     ),
     AdapterNotVisible: Row(
         504, "adapter_not_visible", "GatewayTimeoutError", "not 404; TRL ends the run"

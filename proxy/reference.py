@@ -18,7 +18,7 @@ def settings_table() -> str:
     """One row for each option of ``rollmux serve`` and ``rollmux run``."""
     rows = ["| option | default | meaning |", "|---|---|---|"]
     for info in options():
-        flag = f"`{info.flag}{_metavar(info)}`"
+        flag = _escape(f"`{info.flag}{_metavar(info)}`")  # a bar ends a cell, even in code
         if info.field == "replicas":
             flag += f", `{info.env}`"
         default = info.default_text
