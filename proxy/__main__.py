@@ -99,6 +99,8 @@ def _command(args: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _refuse(parser: argparse.ArgumentParser, extra: list[str]) -> NoReturn:
+    if "--" in extra:
+        parser.error("only `rollmux run` takes a command after --")
     word = next((w for w in extra if w.startswith("-")), extra[0])
     if not word.startswith("-"):
         parser.error(f"{word!r} is not understood here; options start with --")
@@ -137,6 +139,7 @@ def _run(
     # The daemon reads the same options again; reading them here stops a bad one before anything
     # is started.
     settings = _load(given, environ).settings
+    api_key = read_secrets(settings, environ).api_key
     from trainer_entry.run import run
 
     return run(
@@ -148,6 +151,7 @@ def _run(
         start_timeout_s=settings.start_timeout_s,
         drain_s=settings.drain_s,
         take_over=bool(given["take_over"]),
+        api_key=api_key or "",
     )
 
 

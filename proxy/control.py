@@ -19,13 +19,14 @@ from broadcast import joins
 from broadcast.answer import Answer, NoAnswer
 from broadcast.answers import read_list
 from broadcast.catchup import StepResult
-from broadcast.fleet import Replica, ReplicaState
+from broadcast.fleet import Probe, Replica, ReplicaState
 from broadcast.joins import Joined
 from broadcast.pause import RESUMED, Acknowledge, Broadcast, Pause
 from proxy.calls import Calls
 from proxy.errors import BadRequest, FleetBusy, Forbidden, NoReadyReplica, UpstreamLost
 from proxy.fanout import Answers, Fanout
 from proxy.metrics import Metrics
+from proxy.probes import look
 from proxy.publishing import LoadCall, Publishing, read_load
 from proxy.rejoin import CLEAR, MARKER_PREFIX, Rejoin, cleared
 from proxy.replicas import Replicas
@@ -429,10 +430,11 @@ class Control:
         if result is not StepResult.OK:
             log.warning("%s: prefix cache not cleared: %s", self.replicas.label(replica.id), detail)
         body = orjson.dumps({"new_version": self._rejoin.run_id})
-        marked = (await self._post([replica], "/update_weight_version", body))[replica.id]
-        ok = isinstance(marked, Answer) and marked.ok
+        await self._post([replica], "/update_weight_version", body)
+        seen = await look(self._calls, replica.id, self.replicas.now_s)
+        ours = isinstance(seen, Probe) and seen.identity == self._rejoin.run_id
         self.replicas.fleet.marked(
-            replica.id, self._rejoin.run_id if ok else None, self.replicas.now_s()
+            replica.id, self._rejoin.run_id if ours else None, self.replicas.now_s()
         )
         return names
 

@@ -62,6 +62,7 @@ class Rejoin:
         self._control_timeout_s = control_timeout_s
         self.facts: dict[ReplicaId, Facts] = {}
         """What each replica told of its settings, when it joined."""
+        self._asked: set[ReplicaId] = set()
         self._seen: dict[ReplicaId, Probe | None] = {}
         self._rebuilt = asyncio.Event()
         self._rebuild_deadline_s: float | None = None
@@ -110,8 +111,10 @@ class Rejoin:
                         await self._rebuild(replica.id, seen)
                         if not await self._fits(replica, seen, epoch):
                             return
-                        ours = seen.identity == self.run_id
-                        marker = seen.identity if ours else await self._mark(replica.id)
+                        if seen.identity not in (None, self.run_id):
+                            await self._mark(replica.id)
+                    # As read back, never as written: not every server keeps what it is told.
+                    marker = seen.identity if seen.identity == self.run_id else None
                     plan.looked(
                         seen.listed,
                         paused=seen.paused,
@@ -183,14 +186,16 @@ class Rejoin:
                 found = facts(value) if isinstance(value, dict) else None
             except orjson.JSONDecodeError:
                 found = None
-        if found is None:
+        first_time = replica.id not in self._asked
+        self._asked.add(replica.id)
+        if found is None and first_time:
             log.warning(
                 "%s does not tell its settings at /server_info (%s). TRL needs it: start vLLM with "
                 "VLLM_SERVER_DEV_MODE=1",
                 label,
                 info.detail if isinstance(info, NoAnswer) else info.status,
             )
-        else:
+        elif found is not None:
             replica.block_tokens = found.block_tokens
             self.facts[replica.id] = found
             if found.block_tokens:
@@ -203,6 +208,7 @@ class Rejoin:
         if (
             isinstance(route, Answer)
             and route.status == 404
+            and first_time
             and "cannot be found" not in words(route)
         ):
             log.warning(
@@ -211,16 +217,10 @@ class Rejoin:
                 label,
             )
 
-    async def _mark(self, replica: ReplicaId) -> str | None:
-        """Leave our marker on the process; None where it takes none."""
-        answer = await self._calls(
-            replica,
-            "POST",
-            "/update_weight_version",
-            orjson.dumps({"new_version": self.run_id}),
-            timeout_s=self._control_timeout_s,
-        )
-        return self.run_id if isinstance(answer, Answer) and answer.ok else None
+    async def _mark(self, replica: ReplicaId) -> None:
+        """Leave our marker on the process, for the next look to find."""
+        body = {"new_version": self.run_id}
+        await self._post(replica, "/update_weight_version", body, self._control_timeout_s)
 
     async def _carry_out(self, replica: ReplicaId, step: catchup.Step) -> tuple[StepResult, str]:
         """One step of the plan: how it went, in a word and in words."""

@@ -63,9 +63,8 @@ def serve(settings: Settings, secrets: Secrets, notes: Sequence[str]) -> int:
         registry.factory(settings.router)
     except registry.RouterError as exc:
         raise SettingsError(f"--router: {exc}") from exc
-    with listener:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_live(settings, secrets, listener))
+    with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_live(settings, secrets, listener))
 
 
 async def _live(settings: Settings, secrets: Secrets, listener: socket.socket) -> int:
