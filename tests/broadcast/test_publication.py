@@ -578,7 +578,9 @@ class History:
         self.now_s = 0.0
         self.refusing = {r for r in self.engines if chance.random() < 0.08}
         self.sick = chance.random() * 0.5
-        rules = Rules(load_timeout_s=20, min_replicas=chance.choice([None, 1, 1, min(2, count)]))
+        at_least = chance.choice([None, 1, 1, min(2, count)])
+        self.needed = at_least or count
+        rules = Rules(load_timeout_s=20, min_replicas=at_least)
         asked = {r for r in self.engines if chance.random() < 0.5}
         self.events: list[Event] = []
         self.out: dict[ReplicaId, Command] = {}
@@ -711,7 +713,7 @@ class History:
         kept = set(self.engines) - self.dropped
         if end.committed:
             assert set(end.loaded_on) == kept
-            assert len(kept) >= self.state.needed
+            assert len(kept) >= self.needed
             for replica in kept - {r for r, e in self.engines.items() if e.dead}:
                 assert self.engines[replica].listed.get(NAME) == PATH
                 assert not self.engines[replica].served_old
