@@ -347,6 +347,10 @@ class SimulatedReplica:
             "/inference/v1/generate": {post: self._generate},
             "/tokenize": {post: self._tokenize},
             "/detokenize": {post: self._detokenize},
+            "/v1/completions/render": {post: self._render},
+            "/v1/chat/completions/render": {post: self._render},
+            "/docs": {get: _page(b"<!DOCTYPE html><title>FastAPI - Swagger UI</title>")},
+            "/openapi.json": {get: _constant({"openapi": "3.1.0", "paths": {}})},
         }
         if self.config.runtime_lora:
             table |= {
@@ -667,6 +671,21 @@ class SimulatedReplica:
             raise invalid(missing(("body", "tokens"), body))
         self._check_model(body)
         return json_reply({"prompt": tokens.decode(body["tokens"])})
+
+    async def _render(self, arrival: Arrival) -> Reply:
+        body = _json_object(arrival)
+        self._check_model(body)
+        limits: dict[str, Any] = {}
+        if "messages" in body:
+            kind, ids = "chatcmpl", [tokens.chat_tokens(_conversation(body["messages"]))]
+            limits["max_tokens"] = self.config.max_model_len - len(ids[0])
+        else:
+            kind, ids = "cmpl", _prompts(body.get("prompt") or "")
+        shown = [
+            replies.rendered(f"{kind}-{secrets.token_hex(8)}", one, self.config.model, limits)
+            for one in ids
+        ]
+        return json_reply(shown if kind == "cmpl" else shown[0])
 
     # Generation
 
@@ -1276,7 +1295,10 @@ def _chat_logprobs(
     for number, value in zip(range(start, end), values, strict=True):
         piece = tokens.piece(generation.token(number))
         entry = {"token": piece.decode("utf-8", "replace"), "logprob": value, "bytes": list(piece)}
-        content.append(entry | {"top_logprobs": [entry] * top})
+        others = [
+            {"token": f"{k}", "logprob": value - 1 - k, "bytes": [48 + k]} for k in range(top - 1)
+        ]
+        content.append(entry | {"top_logprobs": [entry, *others][:top]})
     return {"content": content}
 
 
@@ -1287,6 +1309,13 @@ def _event(content: Mapping[str, Any]) -> bytes:
 def _constant(content: object) -> Route:
     async def answer(arrival: Arrival) -> Reply:
         return json_reply(content)
+
+    return answer
+
+
+def _page(body: bytes) -> Route:
+    async def answer(arrival: Arrival) -> Reply:
+        return Reply(200, body, "text/html; charset=utf-8")
 
     return answer
 

@@ -139,6 +139,41 @@ def usage(prompt_tokens: int, completion_tokens: int, *, details: bool = True) -
     return counts | {"prompt_tokens_details": None} if details else counts
 
 
+def rendered(
+    request_id: str, token_ids: Sequence[int], model: str, limits: Mapping[str, object]
+) -> object:
+    """What /render makes of one prompt under default sampling."""
+    return {
+        "request_id": request_id,
+        "token_ids": token_ids,
+        "assistant_tokens_mask": None,
+        "token_offsets": None,
+        "features": None,
+        "sampling_params": {
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "min_p": 0.0,
+            "stop": [],
+            "stop_token_ids": [],
+            **limits,
+            "output_kind": 2,
+            "skip_clone": True,
+            "bad_words": [],
+            "skip_reading_prefix_cache": False,
+        },
+        "model": model,
+        "stream": False,
+        "stream_options": None,
+        "cache_salt": None,
+        "priority": 0,
+        "kv_transfer_params": None,
+        "ec_transfer_params": None,
+    }
+
+
 def server_info(
     *,
     model: str,
