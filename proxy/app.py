@@ -48,7 +48,7 @@ ONE_REPLICA_ONLY = (
 )
 
 
-class Daemon:
+class App:
     """The ASGI application: a key check, then the data plane or the Starlette app."""
 
     def __init__(self, generations: Generations, rest: ASGIApp, api_key: str | None) -> None:

@@ -16,7 +16,6 @@ from broadcast.joins import Facts, facts
 from broadcast.ledger import version_of
 from broadcast.pause import Pause
 from proxy.calls import Calls
-from proxy.fanout import Fanout
 from proxy.probes import Failed, look
 from proxy.replicas import Replicas
 from routing.ids import AdapterName, ReplicaId
@@ -40,7 +39,6 @@ class Rejoin:
         self,
         replicas: Replicas,
         calls: Calls,
-        fanout: Fanout,
         pause: Pause,
         *,
         run_id: str,
@@ -53,7 +51,6 @@ class Rejoin:
         self.run_id = run_id
         self._replicas = replicas
         self._calls = calls
-        self._fanout = fanout
         self._pause = pause
         self._load_timeout_s = load_timeout_s
         self._load_retry_s = load_retry_s

@@ -1,0 +1,224 @@
+"""The daemon as one object: every part of it, built from the settings and wired together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets as random_secrets
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import uvicorn
+
+from broadcast.driver import Timeouts
+from broadcast.fleet import Fleet
+from broadcast.ledger import Ledger
+from broadcast.pause import Pause
+from broadcast.publication import Rules
+from proxy.app import App, rest
+from proxy.calls import Calls
+from proxy.control import Control
+from proxy.fanout import Fanout
+from proxy.generation import Generations
+from proxy.metrics import Metrics
+from proxy.probes import Probes
+from proxy.publishing import Publishing
+from proxy.rejoin import MARKER_PREFIX, Rejoin
+from proxy.replicas import Replicas
+from proxy.settings import Secrets, Settings
+from proxy.status import Status
+from proxy.tasks import Tasks
+from proxy.tokens import Bearer
+from proxy.version import version
+from routing import registry
+from routing.router import Router, RouterSettings
+
+log = logging.getLogger("rollmux")
+
+BACKLOG = 8192
+"""Connects that queue while the daemon is busy or restarts; the kernel may hold it lower."""
+CLIENT_IDLE_S = 75
+"""Longer than aiohttp's 15 s, so that the client and never the server drops an idle connection."""
+DEFAULT_BLOCK_TOKENS = 16
+"""vLLM's own default (0.27.1), used while no replica has told its block size."""
+RELEASE_S = 5.0
+"""What a stop may spend on resuming replicas that are really paused."""
+
+
+class Daemon:
+    """Build it inside a running event loop, ``start`` it on a listening socket, ``stop`` it."""
+
+    def __init__(self, settings: Settings, secrets: Secrets) -> None:
+        self._settings = settings
+        self._seed = random_secrets.randbits(32)
+        self.tasks = Tasks("daemon")
+        self.metrics = Metrics(version())
+        self.bearer = _bearer(settings, secrets)
+        context = ssl.create_default_context(cafile=settings.ca_file)
+        fleet = Fleet(
+            min_replicas=settings.min_replicas,
+            start_timeout_s=settings.start_timeout_s,
+            stall_s=settings.stall_s,
+            now_s=asyncio.get_running_loop().time(),
+        )
+        self.replicas = Replicas(
+            fleet,
+            Ledger(retire_grace_s=settings.retire_grace_s),
+            self._make_router,
+            bearer=self.bearer,
+            metrics=self.metrics,
+            context=context,
+        )
+        self.calls = Calls(
+            lambda id: found.url if (found := fleet.get(id)) else None,
+            self.bearer,
+            context=context,
+            trust_env=settings.trust_env,
+        )
+        self.status = Status(self.replicas, self.metrics, version())
+        self.fanout = Fanout(self.replicas, self.calls, outage_s=settings.outage_s)
+        pause = Pause("eager" if settings.pause == "eager" else "lazy")
+        self.rejoin = Rejoin(
+            self.replicas,
+            self.calls,
+            pause,
+            run_id=f"{MARKER_PREFIX}{random_secrets.token_hex(6)}",
+            load_timeout_s=settings.load_timeout_s,
+            load_retry_s=settings.load_retry_s,
+            load_retry_max_s=settings.load_retry_max_s,
+            attempt_timeout_s=settings.attempt_timeout_s,
+            control_timeout_s=settings.control_timeout_s,
+        )
+        self.publishing = Publishing(
+            self.replicas,
+            self.calls,
+            self.fanout,
+            self.status,
+            self.metrics,
+            rules=Rules(
+                load_timeout_s=settings.load_timeout_s,
+                load_retry_s=settings.load_retry_s,
+                load_retry_max_s=settings.load_retry_max_s,
+                min_replicas=None if settings.min_replicas == "all" else settings.min_replicas,
+            ),
+            timeouts=Timeouts(settings.attempt_timeout_s, settings.control_timeout_s),
+            own_copies=settings.own_copies == "auto",
+            max_lora_rank=self.rejoin.max_lora_rank,
+        )
+        self.probes = Probes(
+            self.replicas,
+            self.calls,
+            probe_s=settings.probe_s,
+            catch_up=self.rejoin.catch_up,
+            tasks=self.tasks,
+        )
+        self.control = Control(
+            self.replicas,
+            self.calls,
+            self.fanout,
+            pause,
+            self.publishing,
+            self.rejoin,
+            self.status,
+            self.metrics,
+            self.bearer,
+            self.tasks,
+            hold_s=settings.hold_s,
+            control_timeout_s=settings.control_timeout_s,
+            admin_key=secrets.admin_key,
+            token_hosts=settings.token_hosts,
+            watch=self.probes.watch,
+        )
+        self.app = App(
+            Generations(
+                self.replicas,
+                hold_s=settings.hold_s,
+                body_timeout_s=settings.body_timeout_s,
+                # A client's own credentials go on to a replica only where we have none to guard.
+                keep_authorization=secrets.api_key is None and not self.bearer,
+                on_record=self.status.on_record,
+                tasks=self.tasks,
+            ),
+            rest(self.control, self.status, body_timeout_s=settings.body_timeout_s),
+            secrets.api_key,
+        )
+        self._server = _Server(
+            uvicorn.Config(
+                self.app,
+                http="httptools",
+                ws="none",
+                loop="none",
+                lifespan="off",
+                backlog=BACKLOG,
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                date_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=CLIENT_IDLE_S,
+                timeout_graceful_shutdown=max(1, int(settings.drain_s)),
+            )
+        )
+        self.serving: asyncio.Task[None]
+
+    def start(self, listener: socket.socket) -> None:
+        """Begin to serve and to look at the replicas."""
+        for url in self._settings.replicas:
+            self.probes.watch(self.replicas.add(url))
+        self.probes.watch_fleet()
+        self.tasks.start(self.publishing.sweep(), "retired adapters")
+        self.serving = self.tasks.start(self._server.serve(sockets=[listener]), "server")
+
+    async def stop(self) -> None:
+        """Drain what is in flight, resume what is paused, close. Bounded by ``drain_s`` + 12 s."""
+        drain_s = self._settings.drain_s
+        if not self.serving.done():
+            log.info(
+                "stopping: %d rollouts in flight, drained for up to %g s",
+                self.replicas.fleet.inflight(),
+                drain_s,
+            )
+            self._server.should_exit = True
+            await asyncio.wait((self.serving,), timeout=drain_s + 2)
+        try:
+            async with asyncio.timeout(RELEASE_S):
+                await self.control.release()
+        except TimeoutError:
+            log.error("replicas may be left paused: they did not answer a resume in time")
+        await self.tasks.close()
+        self.replicas.close()
+        await self.calls.close()
+
+    def _make_router(self, block_tokens: int | None) -> Router:
+        settings = self._settings
+        return registry.load(
+            settings.router,
+            RouterSettings(
+                block_tokens=settings.block_size or block_tokens or DEFAULT_BLOCK_TOKENS,
+                spill_threshold=settings.spill_threshold,
+                max_tracked_blocks=settings.max_tracked_blocks,
+                seed=self._seed,
+            ),
+        )
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, but signals are ours: a handler only records that one came."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _bearer(settings: Settings, secrets: Secrets) -> Bearer:
+    return Bearer(
+        token=secrets.token or secrets.hf_token,
+        path=Path(settings.token_file) if settings.token_file else None,
+        hf_jobs_only=secrets.token is None and secrets.hf_token is not None,
+        over_http=settings.token_over_http,
+        hosts={urlsplit(url).hostname or "" for url in settings.replicas},
+    )
