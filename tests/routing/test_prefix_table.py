@@ -1,0 +1,202 @@
+"""The prefix table against a naive one that scans, and its bounds."""
+
+import gc
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from routing import prefix_table
+from routing.blocks import Path, path
+from routing.prefix_table import PrefixTable
+
+MODELS = ["v1", "v2", "v3"]
+REPLICAS = ["r0", "r1", "r2"]
+LIVE, VOID = "live", "void"
+
+
+@dataclass
+class NaiveBlock:
+    model: str
+    state: str = LIVE
+    owners: set = field(default_factory=set)
+    after: set = field(default_factory=set)
+    ends: set = field(default_factory=set)
+
+
+class NaiveTable:
+    """The same rules, written with lists and scans."""
+
+    def __init__(self, bound: int) -> None:
+        self.bound = bound
+        self.blocks: dict[bytes, NaiveBlock] = {}  # oldest first
+
+    def record(self, model: str, trail: Path, replica: str) -> None:
+        whole = [*trail.blocks] + ([trail.end] if trail.end else [])
+        for position in reversed(range(len(whole))):
+            name = whole[position]
+            block = self.blocks.pop(name, None)
+            if block is None or block.state == VOID:
+                block = NaiveBlock(model)
+            block.owners.add(replica)
+            if position + 1 < len(whole):
+                kind = block.ends if whole[position + 1] == trail.end else block.after
+                kind.add(whole[position + 1])
+            self.blocks[name] = block
+        while len(self.blocks) > self.bound:
+            del self.blocks[next(iter(self.blocks))]
+        if whole:
+            for _ in range(prefix_table._SWEPT_PER_RECORD):
+                oldest = next(iter(self.blocks))
+                if self.blocks[oldest].state == LIVE:
+                    break
+                del self.blocks[oldest]
+
+    def forget(self, model: str | None = None) -> None:
+        for block in self.blocks.values():
+            if model in (None, block.model):
+                block.state = VOID
+
+    def forget_replica(self, replica: str) -> None:
+        for block in self.blocks.values():
+            block.owners.discard(replica)
+
+    def look(self, trail: Path) -> list[NaiveBlock]:
+        known = []
+        for name in [*trail.blocks] + ([trail.end] if trail.end else []):
+            block = self.blocks.get(name)
+            if block is None or block.state == VOID:
+                break
+            known.append(block)
+        return known
+
+
+prompts = st.lists(st.integers(0, 1), max_size=9)
+
+
+class TableMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.naive = NaiveTable(12)
+        self.table = PrefixTable(12)
+
+    @rule(model=st.sampled_from(MODELS), prompt=prompts, replica=st.sampled_from(REPLICAS))
+    def record(self, model: str, prompt: list[int], replica: str) -> None:
+        trail = path(model, prompt, 2, 12)
+        self.table.record(model, trail, replica)
+        self.naive.record(model, trail, replica)
+
+    @rule(model=st.sampled_from(MODELS), prompt=prompts)
+    def look(self, model: str, prompt: list[int]) -> None:
+        trail = path(model, prompt, 2, 12)
+        found, expected = self.table.look(model, trail), self.naive.look(trail)
+        assert len(found) == len(expected)
+        bits = {replica: self.table.bit(replica) for replica in REPLICAS}
+        for (_, owners, first_block, first_end, parting), block in zip(
+            found, expected, strict=True
+        ):
+            assert {replica for replica in REPLICAS if owners & bits[replica]} == block.owners
+            assert (first_block is None) == (not block.after)
+            assert (first_end is None) == (not block.ends)
+            assert first_block is None or first_block in block.after
+            assert first_end is None or first_end in block.ends
+            assert parting == (len(block.after) > 1 or len(block.ends) > 1)
+
+    @rule(model=st.sampled_from(MODELS))
+    def forget_adapter(self, model: str) -> None:
+        self.table.forget_adapter(model)
+        self.naive.forget(model)
+
+    @rule(replica=st.sampled_from(REPLICAS))
+    def forget_replica(self, replica: str) -> None:
+        self.table.forget_replica(replica)
+        self.naive.forget_replica(replica)
+
+    @precondition(lambda self: len(self.naive.blocks) > 8)
+    @rule()
+    def forget_all(self) -> None:
+        self.table.forget_all()
+        self.naive.forget()
+
+    @invariant()
+    def counts_what_is_live(self) -> None:
+        live = sum(block.state == LIVE for block in self.naive.blocks.values())
+        assert len(self.table) == live <= 12
+        assert len(self.table._blocks) == len(self.naive.blocks)
+        assert list(self.table._blocks) == list(self.naive.blocks)
+        assert len(self.table._by_model) == len(self.table._by_number) <= live
+
+
+TestAgainstNaive = TableMachine.TestCase
+TestAgainstNaive.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+def prompt(number: int, length: int = 64) -> list[int]:
+    return [number * 1000 + position for position in range(length)]
+
+
+def test_the_oldest_prompt_goes_out_first_and_from_its_end() -> None:
+    table = PrefixTable(10)
+    trails = [path("m", prompt(number), 16, 10) for number in range(3)]  # 5 entries each
+    table.record("m", trails[0], "r0")
+    table.record("m", trails[1], "r0")
+    table.record("m", trails[0], "r0")  # the younger one now
+    table.record("m", trails[2], "r0")
+    assert [len(table.look("m", trail)) for trail in trails] == [5, 0, 5]
+    table.record("m", path("m", prompt(4, 20), 16, 10), "r0")  # 2 entries
+    assert [len(table.look("m", trail)) for trail in trails] == [3, 0, 5]
+
+
+def test_forgotten_blocks_leave_memory_with_the_next_records() -> None:
+    table = PrefixTable(1000)
+    for number in range(100):
+        table.record("old", path("old", prompt(number), 16, 10), "r0")
+    table.forget_adapter("old")
+    assert (len(table), len(table._blocks)) == (0, 500)
+    for number in range(10):
+        table.record("new", path("new", prompt(number), 16, 10), "r0")
+    assert (len(table), len(table._blocks)) == (50, 50)
+
+
+def test_a_replica_that_restarts_for_ever_costs_no_memory() -> None:
+    table, trail = PrefixTable(100), path("m", prompt(1), 16, 10)
+    table.record("m", trail, "r1")
+    for _ in range(5000):
+        table.record("m", trail, "r0")
+        table.forget_replica("r0")
+    assert table.bit("r1").bit_length() <= prefix_table._MAX_BITS + 2
+    table.record("m", trail, "r0")
+    assert all(block[1] & table.bit("r0") for block in table.look("m", trail))
+
+
+def test_names_that_never_come_again_leave_nothing_behind() -> None:
+    table = PrefixTable(100)
+    for number in range(500):
+        table.record(f"m{number}", path(f"m{number}", prompt(1), 16, 10), "r0")
+    assert len(table._by_model) == len(table._by_number) == 20
+
+
+def test_the_collector_does_not_track_blocks() -> None:
+    """Else 500,000 of them would stall the event loop at every full collection."""
+    table = PrefixTable(1000)
+    for number in range(100):
+        table.record("m", path("m", prompt(number), 16, 10), f"r{number % 3}")
+    gc.collect()
+    assert not any(gc.is_tracked(block) for block in table._blocks.values())
+
+
+def test_its_repr_shows_its_state() -> None:
+    table = PrefixTable(100)
+    table.record("v1", path("v1", prompt(1), 16, 10), "r0")
+    table.record("v2", path("v2", prompt(1), 16, 10), "r1")
+    table.forget_adapter("v1")
+    assert repr(table) == (
+        "PrefixTable(5 of 100 blocks, 5 void, models {'v2': 5}, replicas ['r0', 'r1'])"
+    )
+
+
+def test_a_table_without_room_is_refused() -> None:
+    with pytest.raises(ValueError, match="room for 1 block"):
+        PrefixTable(0)
