@@ -140,7 +140,7 @@ class Fleet:
         queue: asyncio.Queue[Notice] = asyncio.Queue() if notices is None else notices
         before = asyncio.all_tasks()
         end = await publish(begun, self, queue, clock=now, **extra)
-        await asyncio.sleep(0)
+        assert now() - begun[0].started_s == pytest.approx(end.seconds), "it waited for something"
         assert self.out == 0, "a call was left out"
         assert asyncio.all_tasks() <= before, "a task was left behind"
         return end

@@ -310,11 +310,20 @@ def test_the_clock_stands_while_the_fleet_is_low() -> None:
     play.now_s = 500
     assert play.feed(Deadline(500)) == ()  # an alarm that was on its way
     play.feed(FleetBack(500))
-    play.feed(FleetBack(500))
+    play.feed(FleetBack(503))
     assert play.state.deadline_s == 506
     assert play.feed(Deadline(505.9)) == ()
     play.feed(Deadline(506))
     assert play.end.code == "replicas_lost"
+
+
+def test_the_clock_does_not_start_again_past_the_deadline() -> None:
+    play = Play(A)
+    play.load(A, L.LOADED)
+    play.feed(Deadline(300))
+    play.feed(FleetLow(301))
+    play.feed(FleetBack(302))
+    assert play.state.deadline_s is None
 
 
 def test_giving_up_ends_it_even_while_the_clock_stands() -> None:
