@@ -430,7 +430,7 @@ class Fleet:
         return self._move(r, ReplicaState.DOWN, code, detail, now_s)
 
     def tick(self, now_s: float) -> Transitions:
-        """Find the replicas whose engine stands still."""
+        """Find the replicas whose engine stands still. A catch-up has a deadline of its own."""
         if self._pause is not False:
             return NONE
         out: list[Transition] = []
@@ -440,7 +440,7 @@ class Fleet:
                 r._probing
                 and not r.paused
                 and waited_s >= self.stall_s
-                and r.state in (ReplicaState.READY, ReplicaState.SUSPECT, ReplicaState.JOINING)
+                and r.state in (ReplicaState.READY, ReplicaState.SUSPECT)
             ):
                 detail = f"no sign of life for {waited_s:.0f} s"
                 out += self._move(r, ReplicaState.DOWN, "stalled", detail, now_s)
@@ -574,6 +574,8 @@ class Fleet:
         if r is None or r.state is not ReplicaState.JOINING:
             return NONE
         r._catching_up = False
+        # The catch-up's own looks were answered; an older probe says nothing now.
+        r._probing = False
         if r.missed_change or r.excluded_reason:
             return NONE
         r.adapters = dict(adapters)
@@ -690,9 +692,6 @@ class Fleet:
         r._slow_probes = 0
         if new in (ReplicaState.DOWN, ReplicaState.JOINING):
             self._new_life(r, now_s)
-        if new is ReplicaState.JOINING:
-            # A fresh stall clock: what was asked before it went away says nothing now.
-            r._probing = False
         if new is ReplicaState.READY:
             r.was_ready = True
             r.missed_change = False
