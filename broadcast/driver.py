@@ -157,9 +157,8 @@ async def publish(
             event = await inbox.get()
             known = not isinstance(event, ReplicaDown) or event.replica in state.replicas
             state, commands = step(state, event) if known else (state, ())
-        for task in (forwarder, alarm, *out.values()):
-            if task is not None:
-                task.cancel()
+        for task in (forwarder, *out.values()):  # no alarm: a final phase has no deadline
+            task.cancel()
     return result(state)
 
 
