@@ -144,6 +144,7 @@ def plan(
 class CatchUp:
     """One attempt on one replica. The driver: ``next``, carry it out, report, until final.
 
+    A look that fails ends the attempt: what cannot be looked at cannot join.
     ``Joined`` has to be handed to ``Fleet.joined`` without an await in between.
     """
 
@@ -231,9 +232,6 @@ class CatchUp:
             self._end = GiveUp("unsettled", f"after {self._rounds} looks there is still {steps[0]}")
         self._steps = deque(steps)
         self._must_look = False
-
-    def look_failed(self, detail: str) -> None:
-        self._end = GiveUp("look_failed", detail)
 
     def stepped(self, result: StepResult, detail: str, now_s: float) -> None:
         """The step that ``next`` named came back. ``detail`` is a line for the log."""

@@ -525,7 +525,11 @@ class Fleet:
             r._waiting_since_s = now_s
 
     def marked(self, replica: ReplicaId, identity: str | None, now_s: float) -> None:
-        """The process carries this marker now."""
+        """The process carries this marker now.
+
+        Say None before writing another marker: a probe that reads the new one before it is known
+        here would take the process for a restarted one.
+        """
         for r in self._known((replica,)):
             r.identity = identity
             r._marked_at_s = now_s

@@ -104,13 +104,14 @@ class Pause:
         failed: Collection[ReplicaId] = (),
         unknown: Collection[ReplicaId] = (),
     ) -> tuple[ReplicaId, ...]:
-        """The replicas to resume before the error goes out; empty if the pause holds.
+        """The replicas to resume before the error goes out; whether the pause holds is ``real``.
 
         ``paused`` answered 200, ``failed`` answered something else, ``unknown`` did not answer and
-        may be paused. Replicas that left rotation meanwhile belong in none of them. A pause that
-        was acknowledged before stays acknowledged when making it real fails.
+        may be paused. Replicas that left rotation meanwhile belong in none of them; a pause that
+        reached nobody does not hold. A pause that was acknowledged before stays acknowledged when
+        making it real fails.
         """
-        if not failed and not unknown:
+        if paused and not failed and not unknown:
             self.real = True
             self._query = sent.target.partition("?")[2].encode("latin-1")
             return ()

@@ -180,12 +180,6 @@ def test_a_step_that_fails_makes_it_give_up():
     assert (end.code, "rank 16" in end.why) == ("load_failed", True)
 
 
-def test_a_look_that_fails_makes_it_give_up():
-    machine = CatchUp(ledger(V1), 0.0)
-    machine.look_failed("refused")
-    assert machine.next(0.0) == GiveUp("look_failed", "refused")
-
-
 def test_a_replica_that_never_settles_makes_it_give_up():
     """O-07: two registries behind one address. It does not reload in a loop."""
     machine = CatchUp(ledger(V1), 0.0)

@@ -107,6 +107,13 @@ def test_a_pause_that_fails_somewhere_is_undone_where_it_may_have_landed():
     assert pause.real
 
 
+def test_a_pause_that_reached_nobody_does_not_hold():
+    """Every replica left rotation under the call."""
+    pause = Pause("eager")
+    assert pause.pause_done(Broadcast("/pause"), paused=[]) == ()
+    assert (pause.paused, pause.real, pause.target) == (False, False, None)
+
+
 def test_a_second_pause_that_fails_takes_the_first_with_it():
     pause = really_paused()
     assert pause.pause_done(Broadcast("/pause"), paused=[A], failed=[B]) == (A, B)
