@@ -62,6 +62,8 @@ def check(factory: Callable[[RouterSettings], Router]) -> list[str]:
         except Exception as failure:  # the policy's code is not ours
             doing = rule.__name__.strip("_").replace("_", " ")
             violations.append(f"{doing}: raised {type(failure).__name__}: {failure}")
+        if violations and rule is _has_what_a_router_has:
+            break  # the other rules could not but repeat it
     return list(dict.fromkeys(violations))
 
 
@@ -122,9 +124,9 @@ def _decides_the_same_for_the_same_seed(make: _Make) -> Iterator[str]:
         decisions: list[object] = []
         for number in range(200):
             for position, load in enumerate(fleet):
-                load.inflight = (number * 7 + position * 5) % 12
+                load.inflight = (number * 7 + position * 5) % 12 // 6
             request = RouteRequest("m", _prompt(number * number % 31))
-            decisions.append(router.choose(request, fleet, 0.0))
+            decisions.append(_choose(router, request, fleet))
         return decisions
 
     if any(run(seed) != run(seed) for seed in (0, 7)):
@@ -136,7 +138,7 @@ def _spreads_new_prompts(make: _Make) -> Iterator[str]:
     router, fleet = make(RouterSettings()), _fleet(4)
     picks: Counter[str] = Counter()
     for number in range(200):
-        decision = router.choose(RouteRequest("m", _prompt(number)), fleet, float(number))
+        decision = _choose(router, RouteRequest("m", _prompt(number)), fleet)
         if isinstance(decision, Decision):
             picks[decision.replica] += 1
     counts = [picks[load.id] for load in fleet]
@@ -155,15 +157,16 @@ def _forgets_at_any_time(make: _Make) -> Iterator[str]:
         router.forget_all()
 
     forget()
-    for number in range(50):
+    for number in range(48):  # what comes last leaves something to forget
         yield from _faults(router, RouteRequest("m", _prompt(number % 10)), fleet)
         if number % 5 == 0:
             router.forget_replica(ReplicaId("r0"))
         if number % 7 == 0:
             router.forget_adapter("m")
-    forget()
+    router.forget_all()
     if router.tracked_blocks:
         yield f"tracked_blocks is {router.tracked_blocks} after forget_all"
+    forget()
     yield from _faults(router, RouteRequest("m", _prompt(1)), fleet)
 
 
@@ -171,7 +174,7 @@ def _is_bounded(make: _Make) -> Iterator[str]:
     bound = 64
     router, fleet = make(RouterSettings(max_tracked_blocks=bound)), _fleet(2)
     for number in range(200):
-        router.choose(RouteRequest(f"m{number % 3}", _prompt(number)), fleet, 0.0)
+        _choose(router, RouteRequest(f"m{number % 3}", _prompt(number)), fleet)
         if not 0 <= router.tracked_blocks <= bound:
             yield f"tracked_blocks is {router.tracked_blocks} where max_tracked_blocks is {bound}"
             return
@@ -188,15 +191,20 @@ _RULES: tuple[Callable[[_Make], Iterator[str]], ...] = (
 )
 
 
+def _choose(router: Router, request: RouteRequest, candidates: Sequence[_Load]) -> object:
+    answer: object = router.choose(request, candidates, 0.0)
+    if inspect.iscoroutine(answer):
+        answer.close()  # else Python warns, later and elsewhere, that nobody awaited it
+    return answer
+
+
 def _faults(router: Router, request: RouteRequest, candidates: Sequence[_Load]) -> Iterator[str]:
     """What is wrong with one answer."""
     before = [(load.id, load.inflight) for load in candidates]
-    answer: object = router.choose(request, candidates, 0.0)
+    answer = _choose(router, request, candidates)
     if [(load.id, load.inflight) for load in candidates] != before:
         yield "choose changes the candidates it is handed: counting load is the caller's"
     if inspect.isawaitable(answer):
-        if inspect.iscoroutine(answer):
-            answer.close()
         yield "choose returns an awaitable: it must decide in one synchronous call"
         return
     left = {load.id for load in candidates} - request.exclude

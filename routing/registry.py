@@ -47,7 +47,7 @@ def installed() -> list[RouterInfo]:
     taken: set[str] = set()
     for name, value, dist in _named():
         if name in taken:
-            error = f"the name {name} is taken already; ask for {value} instead"
+            error = f"the name {name} is taken already; ask for {value}"
         else:
             taken.add(name)
             try:
