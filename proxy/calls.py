@@ -6,6 +6,7 @@ Never on the connections that carry generations, so that a call does not queue b
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 from collections.abc import Callable, Mapping
 
@@ -71,11 +72,9 @@ class Calls:
         except (httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL) as exc:
             return NoAnswer(Cause.UNREACHABLE, self._words(exc))
         except httpx.ConnectError as exc:
-            refused = (
-                "refused" in str(exc).lower()
-                or "all connection attempts failed" in str(exc).lower()
-            )
-            return NoAnswer(Cause.REFUSED if refused else Cause.UNREACHABLE, self._words(exc))
+            if _refused(exc):
+                return NoAnswer(Cause.REFUSED, "connection refused")
+            return NoAnswer(Cause.UNREACHABLE, self._words(exc))
         except httpx.HTTPError as exc:
             return NoAnswer(Cause.RESET, self._words(exc))
 
@@ -131,3 +130,17 @@ class Calls:
     def _words(self, exc: Exception) -> str:
         text = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
         return self._bearer.redact(text)
+
+
+def _refused(exc: BaseException) -> bool:
+    """Whether a refused connection is at the bottom of what httpx wrapped."""
+    seen: BaseException | None = exc
+    while seen is not None:
+        if isinstance(seen, ConnectionRefusedError):
+            return True
+        if isinstance(seen, BaseExceptionGroup):
+            return all(_refused(each) for each in seen.exceptions)
+        if isinstance(seen, OSError) and seen.errno == errno.ECONNREFUSED:
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
