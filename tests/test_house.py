@@ -42,7 +42,12 @@ THIRD_PARTY = {
 RECIPES = ROOT / "trainer_entry" / "recipes"
 """Trainer scripts, not a part of the supervisor: they import what a trainer needs."""
 
-SHELLS = {"broadcast/driver.py", "broadcast/own_copy.py", "broadcast/adapter_dir.py"}
+NOT_CORES = {
+    "broadcast/driver.py",
+    "broadcast/own_copy.py",
+    "broadcast/adapter_dir.py",
+    "routing/contract.py",  # tries policies out, with seeded randomness
+}
 CORES = sorted(
     path
     for path in [
@@ -50,7 +55,7 @@ CORES = sorted(
         *(ROOT / "broadcast").glob("*.py"),
         ROOT / "trainer_entry" / "supervisor.py",
     ]
-    if path.relative_to(ROOT).as_posix() not in SHELLS
+    if path.relative_to(ROOT).as_posix() not in NOT_CORES
 )
 NOT_IN_A_CORE = {
     "asyncio", "time", "random", "datetime", "secrets", "threading", "concurrent", "selectors",
