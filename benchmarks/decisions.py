@@ -113,8 +113,8 @@ def main() -> None:
         gc.collect()
         collect_ms = (time.process_time() - start) * 1e3
         print(
-            f"        filled in {filled_s:.1f} s; forgetting an adapter in {forget_us:.0f} µs took it "
-            f"from {blocks} to {router.tracked_blocks} blocks; full collection {collect_ms:.0f} ms"
+            f"        filled in {filled_s:.1f} s; forgetting an adapter in {forget_us:.0f} µs: "
+            f"{blocks} to {router.tracked_blocks} blocks; full collection {collect_ms:.0f} ms"
         )
 
 

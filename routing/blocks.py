@@ -57,8 +57,10 @@ def path(model: str, prompt: Sequence[int] | bytes, block_tokens: int, max_block
         return Path(hashes, None)
     packed = rest if isinstance(rest, bytes) else _pack(rest)
     if packed is None:
-        packed = _digest_of_any(rest)
-    return Path(hashes, BlockHash(blake3(packed, key=hasher.digest()).digest(DIGEST_BYTES)))
+        hasher, packed = _turn(hasher, rest), b""
+    # Further on in the same stream of digests, so that no block of the same content equals it.
+    end = hasher.update(packed).digest(DIGEST_BYTES, seek=DIGEST_BYTES)
+    return Path(hashes, BlockHash(end))
 
 
 def _items(prompt: object) -> bytes | list[object] | tuple[object, ...]:
@@ -110,14 +112,13 @@ def _walk(
 def _walk_any(
     hasher: blake3, items: Sequence[object], width: int
 ) -> tuple[list[BlockHash], blake3]:
-    """As the fast way for blocks of plain tokens; a block that holds anything else starts a hasher
-    keyed with all before it, so that no row of tokens can be mistaken for it."""
+    """As the fast way, where some blocks hold other things than tokens."""
     hashes = []
     for start in range(0, len(items), width):
         block = items[start : start + width]
         data = _pack(block)
         if data is None:
-            hasher = blake3(_digest_of_any(block), key=hasher.digest())
+            hasher = _turn(hasher, block)
         else:
             hasher.update(data)
         hashes.append(BlockHash(hasher.digest(DIGEST_BYTES)))
@@ -132,13 +133,16 @@ def _pack(items: Sequence[object]) -> bytes | None:
         return None
 
 
-def _digest_of_any(block: Any) -> bytes:
-    """32 bytes for a list of whatever JSON can carry. ``marshal`` knows all of it, integers of any
-    length and lone surrogates too; its version 2 writes the same bytes for the same value."""
+def _turn(hasher: blake3, items: Any) -> blake3:
+    """What follows items that are not all tokens: a new hasher, keyed with all that was before, so
+    that no row of tokens can be mistaken for them. ``marshal`` knows all that JSON can carry,
+    integers of any length and lone surrogates too; its version 2 writes the same bytes for the
+    same value."""
     try:
-        return blake3(marshal.dumps(block, 2)).digest()
+        written = marshal.dumps(items, 2)
     except ValueError:  # nested deeper than its limit (2,000), or no JSON value at all
-        return blake3().digest()
+        written = b""
+    return blake3(blake3(written).digest(), key=hasher.digest())
 
 
 def prompt_digest(model: str, prompt: Sequence[int] | bytes) -> bytes:
@@ -147,5 +151,5 @@ def prompt_digest(model: str, prompt: Sequence[int] | bytes) -> bytes:
     hasher = _seed(model, items)
     packed = items if isinstance(items, bytes) else _pack(items)
     if packed is None:
-        return blake3(_digest_of_any(items), key=hasher.digest()).digest()
+        return _turn(hasher, items).digest()
     return hasher.update(packed).digest()

@@ -8,8 +8,9 @@ Rules:
 - Nothing is ever scanned. A forgotten adapter's blocks are told by their *epoch*, a forgotten
   replica's claims by its *bit*; both are void at once and go out when they are the oldest.
 
-Blocks are plain tuples because the garbage collector does not track tuples of atoms: 500,000 small
-objects would stall the event loop for tens of milliseconds at each full collection.
+A block costs about 250 bytes (measured: 126 MB at the default bound of 500,000). Blocks are plain
+tuples because the garbage collector does not track tuples of atoms: 500,000 small objects would
+stall the event loop for tens of milliseconds at each full collection.
 """
 
 from __future__ import annotations
