@@ -130,6 +130,19 @@ def read_list(answer: Answer | NoAnswer) -> dict[str, str] | None:
     return {str(card.get("id")): str(card.get("root")) for card in cards if card.get("parent")}
 
 
+def is_hopeless(answer: Answer | NoAnswer) -> bool:
+    """Whether asking that replica the same again is no use: dead, shut off, or no such route.
+
+    For calls that every vLLM serves (``/v1/models``), or every one in server dev mode
+    (``/reset_prefix_cache``).
+    """
+    return classify_unload(answer) in (
+        UnloadOutcome.ENGINE_DEAD,
+        UnloadOutcome.NOT_VLLM,
+        UnloadOutcome.ENDPOINT_MISSING,
+    )
+
+
 def words(answer: Answer, limit: int = 2048) -> str:
     """The message of an error body, or its text where it has none; at most ``limit`` characters."""
     data = _json(answer)

@@ -15,6 +15,7 @@ from broadcast.answers import (
     LoadOutcome,
     classify_load,
     classify_unload,
+    is_hopeless,
     read_list,
     words,
 )
@@ -108,13 +109,17 @@ async def publish(
                 event = await load(replica)
             case Look():
                 answer = await call(replica, "GET", MODELS, timeout_s=limit_s)
-                event = Looked(replica, read_list(answer), clock())
+                event = _hopeless(replica, MODELS, answer, clock()) or Looked(
+                    replica, read_list(answer), clock()
+                )
             case Unload():
                 answer = await call(replica, "POST", UNLOAD, unload_body, timeout_s=limit_s)
                 event = Unloaded(replica, classify_unload(answer), _text(answer), clock())
             case Reset():
                 answer = await call(replica, "POST", RESET, timeout_s=limit_s)
-                event = ResetAnswered(replica, _was_reset(answer), _text(answer), clock())
+                event = _hopeless(replica, RESET, answer, clock()) or ResetAnswered(
+                    replica, _was_reset(answer), _text(answer), clock()
+                )
             case Wait():
                 await sleep(command.after_s)
                 event = Waited(replica, clock())
@@ -160,6 +165,14 @@ async def publish(
         for task in (forwarder, *out.values()):  # no alarm: a final phase has no deadline
             task.cancel()
     return result(state)
+
+
+def _hopeless(
+    replica: ReplicaId, target: str, answer: Answer | NoAnswer, now_s: float
+) -> ReplicaDown | None:
+    if not isinstance(answer, Answer) or not is_hopeless(answer):
+        return None
+    return ReplicaDown(replica, f"{target}: {answer.status} {words(answer)}", now_s)
 
 
 def _text(answer: Answer | NoAnswer) -> str:

@@ -760,7 +760,7 @@ def _out(state: Publication, replica: ReplicaId, at: At) -> Progress:
 
 
 def _about(state: Publication, text: str) -> str:
-    return f"LoRA adapter '{state.name}' was not published: {text}."
+    return f"LoRA adapter '{state.name}' was not published: {text.rstrip('.')}."
 
 
 def _bounded(text: str) -> str:

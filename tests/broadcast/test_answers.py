@@ -9,7 +9,7 @@ import pytest
 from broadcast.answer import Answer, Cause, NoAnswer
 from broadcast.answers import LoadOutcome as L
 from broadcast.answers import UnloadOutcome as U
-from broadcast.answers import classify_load, classify_unload, words
+from broadcast.answers import classify_load, classify_unload, is_hopeless, read_list, words
 
 
 def vllm(status: int, message: str, kind: str = "InternalServerError") -> Answer:
@@ -118,3 +118,47 @@ def test_unload_answer_means(answer: Answer | NoAnswer, outcome: U) -> None:
 )
 def test_words_are_the_message_and_bounded(body: bytes, text: str) -> None:
     assert words(Answer(500, body)) == text
+
+
+@pytest.mark.parametrize(
+    ("answer", "hopeless"),
+    [
+        (Answer(401, b'{"error":"Unauthorized"}'), True),
+        (Answer(404, b'{"detail":"Not Found"}'), True),
+        (Answer(503), True),
+        (Answer(200, HTML, "text/html"), True),
+        (Answer(502, HTML, "text/html"), False),
+        (vllm(500, "something else"), False),
+        (Answer(200, b'{"success":false}'), False),
+        (NoAnswer(Cause.REFUSED), False),
+        (NoAnswer(Cause.TIMEOUT), False),
+    ],
+)
+def test_hopeless_is_what_asking_again_cannot_change(
+    answer: Answer | NoAnswer, hopeless: bool
+) -> None:
+    assert is_hopeless(answer) is hopeless
+
+
+def test_list_of_adapters_leaves_the_base_model_out() -> None:
+    cards = [
+        {"id": "tiny", "root": "/m", "parent": None, "max_model_len": 128},
+        {"id": "v1", "root": "/l/v1", "parent": "tiny", "max_model_len": None},
+    ]
+    answer = Answer(200, json.dumps({"object": "list", "data": cards}).encode())
+    assert read_list(answer) == {"v1": "/l/v1"}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        NoAnswer(Cause.TIMEOUT),
+        Answer(500, b'{"data":[]}'),
+        Answer(200, b'{"data":'),
+        Answer(200, b"[]"),
+        Answer(200, b'{"data":[1]}'),
+        Answer(200, HTML, "text/html"),
+    ],
+)
+def test_what_is_no_list_is_not_read_as_an_empty_one(answer: Answer | NoAnswer) -> None:
+    assert read_list(answer) is None

@@ -312,6 +312,28 @@ def test_name_from_before_is_taken_over_in_order() -> None:
     played(main)
 
 
+@pytest.mark.parametrize(
+    ("target", "answer"),
+    [
+        (MODELS, Answer(401, b"<html>", "text/html")),
+        (RESET, Answer(404, b'{"detail":"Not Found"}', "application/json")),
+    ],
+)
+def test_replica_that_will_never_answer_is_dropped_at_once(target: str, answer: Answer) -> None:
+    """A rejected token, or no server dev mode, does not hold the trainer up to the deadline."""
+
+    async def main() -> None:
+        fleet = Fleet(A, B)
+        fleet.listed[B][NAME] = "/old"
+        fleet.script[B, target] = always(answer)
+        end = await fleet.publish()
+        assert end.committed
+        assert end.seconds < 1
+        assert f"{target}: {answer.status}" in end.dropped[B]
+
+    played(main)
+
+
 def test_notice_of_a_death_lets_the_rest_commit_at_once() -> None:
     async def main() -> None:
         fleet = Fleet(A, B)
