@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Literal
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from broadcast.pause import PAUSED, RESUMED, Acknowledge, Broadcast, Pause
 from routing.ids import ReplicaId
@@ -150,3 +154,84 @@ def test_abandoning_an_acknowledged_pause_sends_nothing():
     pause.on_pause(KEEP)
     assert pause.abandon() is None
     assert not pause.paused
+
+
+ALL_OK = ("ok", "ok", "ok")
+HOW = st.sampled_from(
+    [ALL_OK] * 27 + [*product(("ok", "fails", "lost before", "lost after"), repeat=3)]
+)
+
+
+class PauseMachine(RuleBasedStateMachine):
+    """Any order of calls, against three replicas that answer, refuse, or lose the answer.
+
+    A replica that may be left paused leaves the fleet, as the shell makes it rejoin: it counts as
+    running again, as its catch-up makes it.
+    """
+
+    @initialize(mode=st.sampled_from(["lazy", "eager"]))
+    def start(self, mode: Literal["lazy", "eager"]) -> None:
+        self.pause = Pause(mode)
+        self.standing = dict.fromkeys((A, B, C), False)
+        self.queries: set[str] = set()
+
+    def send(self, paused: bool, how: tuple[str, ...]) -> tuple[list[ReplicaId], ...]:
+        ok, failed, unknown = [], [], []
+        for id, what in zip(self.standing, how, strict=True):
+            if what in ("ok", "lost after"):
+                self.standing[id] = paused
+            {"ok": ok, "fails": failed}.get(what, unknown).append(id)
+        return ok, failed, unknown
+
+    def resume(self, ids: tuple[ReplicaId, ...]) -> None:
+        for id in ids:
+            self.standing[id] = False
+
+    def carry_out(self, sent: Broadcast, how: tuple[str, ...]) -> None:
+        assert sent.target in self.queries
+        self.resume(self.pause.pause_done(sent, *self.send(True, how)))
+
+    @rule(query=st.sampled_from([b"mode=keep", b"", b"mode=wait"]), how=HOW)
+    def pauses(self, query: bytes, how: tuple[str, ...]) -> None:
+        self.queries.add(f"/pause?{query.decode()}" if query else "/pause")
+        decision = self.pause.on_pause(query)
+        if isinstance(decision, Broadcast):
+            self.carry_out(decision, how)
+        else:
+            assert (self.pause.mode, query) == ("lazy", b"mode=keep")
+
+    @rule(how=HOW)
+    def changes_weights_in_place(self, how: tuple[str, ...]) -> None:
+        asked = self.pause.paused
+        sent = self.pause.make_real()
+        if sent is not None:
+            self.carry_out(sent, how)
+        if asked and (sent is None or how == ALL_OK):
+            assert all(self.standing.values())
+
+    @rule(how=HOW)
+    def resumes(self, how: tuple[str, ...]) -> None:
+        decision = self.pause.on_resume()
+        if isinstance(decision, Broadcast):
+            _, failed, unknown = self.send(False, how)
+            self.resume(self.pause.resume_done(failed, unknown))
+        assert not self.pause.paused
+
+    @rule(how=HOW)
+    def nobody_will_resume(self, how: tuple[str, ...]) -> None:
+        sent = self.pause.abandon()
+        if sent is not None:
+            assert sent == Broadcast("/resume")
+            _, failed, unknown = self.send(False, how)
+            self.resume(self.pause.resume_done(failed, unknown))
+        assert not self.pause.paused
+
+    @invariant()
+    def all_stand_still_or_none(self) -> None:
+        assert set(self.standing.values()) == {self.pause.real}
+        assert (self.pause.target is not None) == self.pause.real
+        assert self.pause.paused or not self.pause.real
+
+
+TestPauseMachine = PauseMachine.TestCase
+TestPauseMachine.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
