@@ -57,7 +57,7 @@ class Children:
             stdin=stdin,
             pass_fds=tuple(pass_fds),
             start_new_session=True,
-            preexec_fn=_die_with_parent(),  # no threads here: run.py starts none
+            preexec_fn=_die_with_parent(),  # the only other thread is an idle resolver of names
         )
         self._started[child.pid] = child
         return child.pid

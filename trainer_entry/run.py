@@ -262,10 +262,10 @@ class _Shell:
 
     async def _kill_rest(self) -> None:
         """Nothing is left of a normal end; this is for what could not be seen or foreseen."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_KILL_S):
-                while self._children.send_all(signal.SIGKILL):
-                    await asyncio.sleep(SWEEP_S)
+        for _ in range(round(LAST_KILL_S / SWEEP_S)):
+            if not self._children.send_all(signal.SIGKILL):
+                return
+            await asyncio.sleep(SWEEP_S)
 
 
 class _Work:

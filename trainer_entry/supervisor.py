@@ -302,6 +302,8 @@ def begin(limits: Limits, now_s: float) -> Step:
 
 def step(state: State, event: Event, now_s: float) -> Step:
     """What to do about one event. Late answers to a step that is over are ignored."""
+    if state.phase is Phase.DONE:
+        return state, ()
     match event:
         case Signalled():
             return _signalled(state, event.signal, now_s)
@@ -525,14 +527,17 @@ def _hurry(state: State, stop_by_s: float) -> State:
 
     A later reason to stop never prolongs an earlier one.
     """
-    stop_by_s = min(stop_by_s, state.stop_by_s or stop_by_s)
+    if state.stop_by_s is not None:
+        stop_by_s = min(stop_by_s, state.stop_by_s)
     kept_s = {
         Phase.TRAINING: STOP_SLACK_S,
         Phase.SWEEPING: STOP_SLACK_S,
         Phase.RELEASING: LAST_STOP_S,
     }.get(state.phase, 0.0)
     by_s = stop_by_s - kept_s
-    return replace(state, stop_by_s=stop_by_s, deadline_s=min(by_s, state.deadline_s or by_s))
+    if state.deadline_s is not None:
+        by_s = min(by_s, state.deadline_s)
+    return replace(state, stop_by_s=stop_by_s, deadline_s=by_s)
 
 
 def _drained_s(state: State, now_s: float) -> float:
