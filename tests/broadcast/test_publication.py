@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broadcast import publication as machine
@@ -609,10 +609,17 @@ class History:
         self.take(commands)
 
     def run(self) -> PublicationResult:
-        for _ in range(2000):
+        for n in range(600):
             if self.state.phase.final:
                 return self.check(result(self.state))
-            self.advance()
+            if n < 200:
+                self.advance()
+            else:  # the storm is over: from here on it has to come to an end
+                self.sick = 0.0
+                if n == 200:
+                    self.feed(FleetBack(self.now_s))
+                else:
+                    self.proceed()
         raise AssertionError("it never ends")
 
     def advance(self) -> None:
@@ -630,10 +637,15 @@ class History:
         elif roll < 0.05:
             for engine in self.engines.values():
                 engine.finish_loads()
-        elif self.state.deadline_s is not None and self.now_s >= self.state.deadline_s:
+        else:
+            self.proceed()
+
+    def proceed(self) -> None:
+        """An answer comes, or the alarm rings."""
+        if self.state.deadline_s is not None and self.now_s >= self.state.deadline_s:
             self.feed(Deadline(self.now_s))
         elif self.out:
-            self.answer(chance.choice(sorted(self.out)))
+            self.answer(self.chance.choice(sorted(self.out)))
         else:
             self.feed(FleetBack(self.now_s))
 
@@ -737,12 +749,11 @@ class History:
         return end
 
 
-@given(st.integers(0, 2**32))
-@settings(max_examples=300, deadline=None)
-@example(0)
-def test_in_any_history_it_ends_everywhere_or_nowhere(seed: int) -> None:
+@given(st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None)
+def test_in_any_history_it_ends_everywhere_or_nowhere(chance: random.Random) -> None:
     """Committed: every replica not dropped lists our path. Else: none but the named holds it."""
-    History(random.Random(seed)).run()
+    History(chance).run()
 
 
 def test_histories_reach_every_end() -> None:
