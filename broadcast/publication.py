@@ -234,6 +234,10 @@ class Progress:
     """Since when looks have followed each other closely."""
     attempts: int = 0
     """Loads sent."""
+    asked_s: float = 0.0
+    """When the last of them was."""
+    missed_at_s: float | None = None
+    """When the first load was sent that did not see the files."""
     tries: int = 0
     """Failed tries in a row of what is being done."""
     losses: int = 0
@@ -286,6 +290,7 @@ class PublicationResult:
     """How it ended. ``status``, ``code`` and ``message`` are the answer to the trainer.
 
     ``visible_s`` is, for each replica that loaded, the time from the start to its first success.
+    ``missed_s`` is the same for the first load that did not see the files, where one did not.
     ``culprit`` is the replica whose answer the error is about, where it is one replica's.
     ``dropped`` must leave rotation and rejoin, with the reason; ``stranded`` is part of it.
     """
@@ -302,6 +307,7 @@ class PublicationResult:
     loaded_on: tuple[ReplicaId, ...]
     dropped: Mapping[ReplicaId, str]
     stranded: tuple[ReplicaId, ...]
+    missed_s: Mapping[ReplicaId, float] = field(default_factory=dict)
 
     @property
     def committed(self) -> bool:
@@ -398,6 +404,9 @@ def result(state: Publication) -> PublicationResult:
         loaded_on=tuple(r for r, p in replicas if p.at is At.VERIFIED),
         dropped={r: p.text for r, p in replicas if p.at in (At.DROPPED, At.STRANDED)},
         stranded=stranded,
+        missed_s={
+            r: p.missed_at_s - state.started_s for r, p in replicas if p.missed_at_s is not None
+        },
     )
 
 
@@ -412,6 +421,8 @@ def _load_answered(state: Publication, event: LoadAnswered) -> Step:
     replica, progress = event.replica, _out(state, event.replica, At.LOADING)
     text = f"{event.status} {event.text}" if event.status else event.text
     progress = replace(progress, outcome=event.outcome, text=_bounded(text))
+    if event.outcome is LoadOutcome.NOT_VISIBLE and progress.missed_at_s is None:
+        progress = replace(progress, missed_at_s=progress.asked_s)
     state = _put(state, replica, progress)
     match event.outcome:
         case LoadOutcome.LOADED:
@@ -718,7 +729,8 @@ def _ask(state: Publication, replica: ReplicaId) -> Step:
     """Send the call that the replica's place says is out."""
     progress = state.replicas[replica]
     if progress.at is At.LOADING:
-        state = _put(state, replica, replace(progress, attempts=progress.attempts + 1))
+        sent = replace(progress, attempts=progress.attempts + 1, asked_s=state.now_s)
+        state = _put(state, replica, sent)
     return state, (_CALLS[progress.at](replica),)
 
 

@@ -135,6 +135,8 @@ def test_not_visible_is_retried_there_alone() -> None:
     assert play.load(B, L.LOADED) == (Look(A), Look(B))
     play.verify(A, B)
     assert play.end.attempts == {A: 1, B: 9}
+    assert play.end.missed_s == {B: 0.0}
+    assert play.end.visible_s == {A: 0.0, B: play.now_s}
 
 
 def test_first_load_is_put_off_by_the_learned_lag_and_waits_grow_only_past_it() -> None:
