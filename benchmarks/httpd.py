@@ -15,13 +15,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qsl, unquote
 
 import httptools
 
 _LOG = logging.getLogger(__name__)
 _PHRASES = {int(status): status.phrase for status in HTTPStatus}
+
+CONTROL = "/sim/"
+"""Calls below this are remote control: not logged, and no fault touches them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +243,8 @@ class _Connection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        # A cast, because uvloop's transports have the methods but not the base class.
+        self.transport = cast(asyncio.Transport, transport)
         self.server.connections.add(self)
         self.server.connections_made += 1
         self.number = self.server.connections_made
@@ -311,7 +314,8 @@ class _Connection(asyncio.Protocol):
             tuple(self.headers),
             bytes(self.body),
         )
-        server.log.append(arrival)
+        if not arrival.target.startswith(CONTROL):
+            server.log.append(arrival)
         self.queue.append((arrival, self.parser.should_keep_alive()))
         if self.task is None:
             self.task = server.own(self._serve())
@@ -332,7 +336,10 @@ class _Connection(asyncio.Protocol):
             self.task = None
 
     async def _answer(self, arrival: Arrival) -> None:
-        fault = self.server.faults.take(arrival.method, arrival.path) or Fault()
+        fault = None
+        if not arrival.target.startswith(CONTROL):
+            fault = self.server.faults.take(arrival.method, arrival.path)
+        fault = fault or Fault()
         if fault.delay_s:
             await asyncio.sleep(fault.delay_s)
         if fault.hang:

@@ -39,7 +39,7 @@ from benchmarks import replies, tokens
 from benchmarks.adapter import Read, Unreadable, read_adapter
 from benchmarks.bucket import LaggingFolder
 from benchmarks.engine import Adapter, Engine, EngineConfig, Job, Outcome, Pause, chain
-from benchmarks.httpd import Arrival, Fault, Faults, Reply, Server, with_headers
+from benchmarks.httpd import CONTROL, Arrival, Fault, Faults, Reply, Server, with_headers
 from benchmarks.replies import Refused, bad_request, error, invalid, json_reply, missing
 
 Route = Callable[[Arrival], Awaitable[Reply]]
@@ -301,7 +301,7 @@ class SimulatedReplica:
 
     async def _handle(self, arrival: Arrival) -> Reply:
         path = arrival.path
-        if path.startswith("/sim/"):
+        if path.startswith(CONTROL):
             return await self._control(arrival)
         if self.config.bearer is not None:
             given = arrival.header("authorization")
@@ -1189,11 +1189,11 @@ class SimulatedReplica:
     # Remote control
 
     async def _control(self, arrival: Arrival) -> Reply:
-        what = (arrival.method, arrival.path.removeprefix("/sim/"))
+        what = (arrival.method, arrival.path.removeprefix(CONTROL))
         body = orjson.loads(arrival.body) if arrival.body else {}
         match what:
             case ("GET", "log"):
-                return json_reply([_shown(a) for a in self.log if not _is_control(a)])
+                return json_reply([_shown(a) for a in self.log])
             case ("DELETE", "log"):
                 self.log.clear()
             case ("POST", "faults"):
@@ -1521,10 +1521,6 @@ def _conversation(messages: Any) -> list[tuple[str, str]]:
 
 def _read_file(path: str) -> bytes:
     return Path(path).read_bytes()
-
-
-def _is_control(arrival: Arrival) -> bool:
-    return arrival.path.startswith("/sim/")
 
 
 def _shown(arrival: Arrival) -> dict[str, Any]:
