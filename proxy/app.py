@@ -27,6 +27,7 @@ log = logging.getLogger("rollmux")
 ROUTED = frozenset(
     ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/inference/v1/generate")
 )
+NOT_POST = ["GET", "PUT", "PATCH", "DELETE"]
 FORWARDED = {
     "/version": ["GET"],
     "/tokenize": ["POST"],
@@ -153,8 +154,8 @@ def rest(control: Control, status: Status, *, body_timeout_s: float) -> Starlett
         drain = request.query_params.get("drain", "").lower() in ("1", "true", "yes")
         return _response(control.remove_replica(request.path_params["id"], drain=drain))
 
-    async def unknown(request: Request) -> Response:
-        raise UnknownRoute(request.method, request.url.path)
+    async def wrong_method(request: Request) -> Response:
+        raise HTTPException(405, headers={"allow": "POST"})
 
     routes: list[BaseRoute] = [
         Route("/v1/load_lora_adapter", load, methods=["POST"]),
@@ -176,6 +177,7 @@ def rest(control: Control, status: Status, *, body_timeout_s: float) -> Starlett
         Route("/proxy/release", release, methods=["POST"]),
         Route("/proxy/replicas", add_replica, methods=["POST"]),
         Route("/proxy/replicas/{id}", remove_replica, methods=["DELETE"]),
+        *(Route(path, wrong_method, methods=NOT_POST) for path in sorted(ROUTED)),
         *(Route(path, broadcast, methods=["POST"]) for path in control.BROADCAST),
         *(Route(path, joined, methods=["GET"]) for path in control.JOINED),
         *(Route(path, forward, methods=methods) for path, methods in FORWARDED.items()),

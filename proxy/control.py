@@ -34,7 +34,7 @@ from proxy.settings import replica_url
 from proxy.status import Status
 from proxy.tasks import Tasks
 from proxy.tokens import Bearer
-from routing.ids import ReplicaId
+from routing.ids import AdapterName, ReplicaId
 
 log = logging.getLogger("rollmux")
 
@@ -419,6 +419,7 @@ class Control:
         )
         names = [n for n in read_list(answer) or () if n.startswith(POLICY_PREFIX)]
         for name in names:
+            self.replicas.fleet.close(AdapterName(name), [replica.id])  # no probe shall miss it
             body = orjson.dumps({"lora_name": name})
             await self._post([replica], "/v1/unload_lora_adapter", body)
         deadline_s = self.replicas.now_s() + self._control_timeout_s
@@ -429,6 +430,7 @@ class Control:
             await asyncio.sleep(0.25)
         if result is not StepResult.OK:
             log.warning("%s: prefix cache not cleared: %s", self.replicas.label(replica.id), detail)
+        self.replicas.fleet.marked(replica.id, None, self.replicas.now_s())
         body = orjson.dumps({"new_version": self._rejoin.run_id})
         await self._post([replica], "/update_weight_version", body)
         seen = await look(self._calls, replica.id, self.replicas.now_s)

@@ -192,6 +192,8 @@ class Daemon:
         await self.tasks.close()
         self.replicas.close()
         await self.calls.close()
+        # A transport closes its socket in the loop's next turn, which must still come.
+        await asyncio.sleep(0)
 
     def _make_router(self, block_tokens: int | None) -> Router:
         settings = self._settings

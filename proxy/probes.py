@@ -145,10 +145,14 @@ class Probes:
         kick = self._kicks[replica.id]
         while replica.id in fleet:
             kick.clear()
-            if replica in fleet.to_catch_up(self._replicas.now_s()):
-                await self._catch_up(replica)
-            else:
-                await self.probe(replica)
+            try:
+                if replica in fleet.to_catch_up(self._replicas.now_s()):
+                    await self._catch_up(replica)
+                else:
+                    await self.probe(replica)
+            except Exception as exc:  # outermost guard: a replica nobody looks at is lost for good
+                log.error("looking at %s failed: %s: %s", replica.id, type(exc).__name__, exc)
+                log.debug("its traceback", exc_info=exc)
             if replica.state is ReplicaState.DRAINING and not replica.inflight:
                 self._replicas.remove(replica.id)
                 await self._calls.forget(replica.id)

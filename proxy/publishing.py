@@ -13,7 +13,7 @@ import orjson
 
 from broadcast import adapter_dir, own_copy
 from broadcast.answer import Answer
-from broadcast.answers import LoadOutcome, read_list
+from broadcast.answers import LoadOutcome, UnloadOutcome, classify_unload, read_list
 from broadcast.driver import Notice, Timeouts, publish
 from broadcast.fleet import ReplicaState, Transition
 from broadcast.publication import (
@@ -284,13 +284,16 @@ class Publishing:
         replicas.router.forget_adapter(name)
         replicas.notify()
         body = orjson.dumps({"lora_name": name})
-        await self._fanout.all(
+        told = await self._fanout.all(
             replicas.fleet.routable(),
             "POST",
             "/v1/unload_lora_adapter",
             body,
             timeout_s=self._timeouts.control_timeout_s,
         )
+        gone = [id for id, answer in told.items() if classify_unload(answer) is UnloadOutcome.GONE]
+        # Who was not told still lists it, and sweeps it when it rejoins.
+        replicas.apply(replicas.fleet.change_committed(gone, replicas.now_s()))
         if adapter is not None and adapter.path_names_the_bytes:
             await asyncio.to_thread(own_copy.remove, Path(adapter.loaded_from))
         log.info("%s is unloaded everywhere", name)

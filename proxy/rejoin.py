@@ -60,6 +60,7 @@ class Rejoin:
         self.facts: dict[ReplicaId, Facts] = {}
         """What each replica told of its settings, when it joined."""
         self._asked: set[ReplicaId] = set()
+        self._models: tuple[ReplicaId, tuple[str, ...]] | None = None
         self._seen: dict[ReplicaId, Probe | None] = {}
         self._rebuilt = asyncio.Event()
         self._rebuild_deadline_s: float | None = None
@@ -68,6 +69,15 @@ class Rejoin:
         """One attempt; afterwards the replica is ready, or joining or down with the reason."""
         fleet = self._replicas.fleet
         epoch = fleet.catch_up_started(replica.id)
+        try:
+            await self._catch_up(replica, epoch)
+        except Exception:
+            # A bug of ours must not leave it half joined for ever: the next attempt starts anew.
+            fleet.catch_up_failed(replica.id, epoch, "bug", "see the log", self._replicas.now_s())
+            raise
+
+    async def _catch_up(self, replica: Replica, epoch: int) -> None:
+        fleet = self._replicas.fleet
         plan = CatchUp(
             self._replicas.ledger,
             self._replicas.now_s(),
@@ -144,11 +154,13 @@ class Rejoin:
         fleet = self._replicas.fleet
         label = self._replicas.label(replica.id)
         now_s = self._replicas.now_s()
-        others = [r for r in fleet.routable() if r.base_models]
-        if others and others[0].base_models != seen.base_models:
+        if self._models is None:
+            self._models = (replica.id, seen.base_models)
+        first, models = self._models
+        if models != seen.base_models:
             why = (
-                f"serves {', '.join(seen.base_models)}, but {others[0].id} serves "
-                f"{', '.join(others[0].base_models)}; start it with the same model"
+                f"serves {', '.join(seen.base_models)}, but {first} serves {', '.join(models)}; "
+                "start it with the same model"
             )
             log.error("%s stays out: it %s", label, why)
             self._replicas.apply(fleet.exclude(replica.id, "model_differs", why, now_s))
