@@ -38,6 +38,8 @@ FORWARDED = {
     "/openapi.json": ["GET"],
 }
 """Any ready replica can answer these."""
+POLLED = frozenset(("/health", "/ping", "/proxy/ready"))
+"""Asked again and again while the fleet starts: the log tells of each replica once instead."""
 NO_STATE_HERE = (
     "{path} keeps state on one replica, and the next request may go to another. "
     "Use /v1/chat/completions."
@@ -223,9 +225,9 @@ def _error(error: ProxyError) -> Response:
 
 async def _proxy_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, ProxyError)
-    log.warning(
-        "%s %s answered %d %s: %s", request.method, request.url.path, exc.status, exc.code, exc
-    )
+    path = request.url.path
+    level = logging.DEBUG if path in POLLED else logging.WARNING
+    log.log(level, "%s %s answered %d %s: %s", request.method, path, exc.status, exc.code, exc)
     return _error(exc)
 
 

@@ -16,6 +16,7 @@ from broadcast.answer import Answer
 from broadcast.answers import LoadOutcome, UnloadOutcome, classify_unload, read_list
 from broadcast.driver import Notice, Timeouts, publish
 from broadcast.fleet import ReplicaState, Transition
+from broadcast.lag import Lag
 from broadcast.publication import (
     FleetBack,
     FleetLow,
@@ -37,6 +38,8 @@ log = logging.getLogger("rollmux")
 
 SWEEP_S = 1.0
 """How often retired names are looked at."""
+UNUSED_LOOK_S = 0.05
+"""How often a takeover looks whether the name's last request has ended."""
 MAX_USED_NAMES = 4096
 """Names remembered as used before, oldest out first: days of a run with a sync a minute."""
 RESULTS = {
@@ -67,7 +70,10 @@ def read_load(body: bytes) -> LoadCall:
     name, path = data.get("lora_name"), data.get("lora_path")
     if not isinstance(name, str) or not isinstance(path, str) or not name or not path:
         raise BadRequest("Both 'lora_name' and 'lora_path' must be provided.", param="lora_name")
-    fields = {k: v for k, v in data.items() if k not in ("lora_name", "lora_path")}
+    # With load_inplace vLLM reads the adapter again at every step (0.27.1, lora/worker_manager.py);
+    # unloading the name first, as a takeover does, gives the same weights without that.
+    dropped = ("lora_name", "lora_path", "load_inplace")
+    fields = {k: v for k, v in data.items() if k not in dropped} | {"load_inplace": False}
     return LoadCall(AdapterName(name), path, data.get("load_inplace") is True, fields)
 
 
@@ -105,7 +111,7 @@ class Publishing:
         self._rules = rules
         self._timeouts = timeouts
         self._own_copies = own_copies
-        self._lag_s: dict[ReplicaId, float] = {}
+        self._lag: dict[ReplicaId, Lag] = {}
         self._used: OrderedDict[AdapterName, None] = OrderedDict()
         self._told: set[str] = set()
         self._max_lora_rank = max_lora_rank
@@ -127,6 +133,7 @@ class Publishing:
             fleet.close(call.name)
             replicas.router.forget_adapter(call.name)
             replicas.notify()
+            await self._until_unused(call.name)
         targets = fleet.routable()
         listed = await self._fanout.all(
             targets, "GET", "/v1/models", timeout_s=self._timeouts.control_timeout_s
@@ -146,7 +153,7 @@ class Publishing:
                     self._rules,
                     now_s=now_s,
                     listed_before=before,
-                    learned_lag_s=self._lag_s,
+                    learned_lag_s={id: lag.first_look_s for id, lag in self._lag.items()},
                     used_before=[r.id for r in targets] if call.name in self._used else (),
                 ),
                 self._calls,
@@ -167,14 +174,28 @@ class Publishing:
             replicas.apply(fleet.change_committed(result.loaded_on, now_s))
             for replica, seconds in result.visible_s.items():
                 self._metrics.visible_seconds.labels(replica).observe(seconds)
-                self._lag_s[replica] = self._learned(replica, seconds, result.attempts[replica])
-        elif known is not None:
-            ledger.retire(call.name, now_s)
-            ledger.forget(call.name)
+                lag = self._lag.get(replica, Lag())
+                self._lag[replica] = lag.seen(result.missed_s.get(replica), seconds)
+        else:
+            if known is not None:
+                ledger.retire(call.name, now_s)
+                ledger.forget(call.name)
+            if digest and not result.stranded:
+                await asyncio.to_thread(own_copy.remove, Path(path))
         replicas.notify()
         self._status.on_publication(result)
         self._log(result, now_s - started_s)
         return result
+
+    async def _until_unused(self, name: AdapterName) -> None:
+        """Until no request of a closed name runs: it would leave cached blocks of the old weights.
+
+        Bounded by the control timeout; the clearing of the cache then preempts what still runs.
+        """
+        replicas = self._replicas
+        deadline_s = replicas.now_s() + self._timeouts.control_timeout_s
+        while name in replicas.fleet.inflight_names() and replicas.now_s() < deadline_s:
+            await replicas.changed(UNUSED_LOOK_S)
 
     def _again(self, name: AdapterName, started_s: float) -> PublicationResult:
         """The same bytes under the same name: nothing to do but to say so."""
@@ -186,6 +207,7 @@ class Publishing:
             seconds=self._replicas.now_s() - started_s,
             attempts=dict.fromkeys(holders, 0),
             visible_s={},
+            missed_s={},
             status=200,
             code="",
             message=f"Success: LoRA adapter '{name}' added successfully.",
@@ -318,16 +340,6 @@ class Publishing:
         replicas.apply(
             replicas.fleet.must_rejoin(replica, "not_published", reason, replicas.now_s())
         )
-
-    def _learned(self, replica: ReplicaId, seconds: float, attempts: int) -> float:
-        """The time before which no look of this replica can succeed, from what was seen.
-
-        Several looks bound it from both sides. One look only shows that it is not longer: then the
-        next is sent a little earlier, to follow a lag that shrinks.
-        """
-        if attempts > 1:
-            return seconds
-        return min(self._lag_s.get(replica, 0.0), seconds) * 0.98
 
     def _remember(self, name: AdapterName) -> None:
         self._used[name] = None
