@@ -77,6 +77,7 @@ def test_no_two_names_share_a_block(prompt: list[int] | bytes, size: int, left: 
 
 def test_the_end_of_a_name_cannot_pass_for_the_start_of_a_prompt() -> None:
     assert chain("ma", b"bcde", 1) != chain("m", b"abcd", 1)
+    assert chain("m", b"textabcd", 1)[1] != chain("mtext", b"abcd", 1)[0]
     assert chain("m", b"ints", 1) != chain("m", [0x73746E69], 1)
     assert chain("m", b"\x01\0\0\0", 1) != chain("m", [1], 1)
 

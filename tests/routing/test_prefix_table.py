@@ -130,7 +130,7 @@ class TableMachine(RuleBasedStateMachine):
 
 
 TestAgainstNaive = TableMachine.TestCase
-TestAgainstNaive.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestAgainstNaive.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
 def prompt(number: int, length: int = 64) -> list[int]:
@@ -167,6 +167,10 @@ def test_a_replica_that_restarts_for_ever_costs_no_memory() -> None:
         table.record("m", trail, "r0")
         table.forget_replica("r0")
     assert table.bit("r1").bit_length() <= prefix_table._MAX_BITS + 2
+    for _ in range(50):
+        table.record("m", trail, "r0")
+        assert all(block[1].bit_count() <= 2 for block in table.look("m", trail))
+        table.forget_replica("r0")
     table.record("m", trail, "r0")
     assert all(block[1] & table.bit("r0") for block in table.look("m", trail))
 

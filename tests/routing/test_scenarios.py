@@ -152,6 +152,19 @@ def test_only_one_prompt_fills_both_replicas_evenly() -> None:
     assert run.reasons["spilled"] == 1
 
 
+def test_what_every_replica_holds_goes_to_each_in_turn() -> None:
+    """Served by all, a block tells the replicas apart no more, however special it is."""
+    fleet, router = (Replica("a"), Replica("b")), Prefix(RouterSettings())
+    request = RouteRequest("m", own(1, 100))
+    for failed in ("a", "b"):
+        router.choose(RouteRequest("m", own(1, 100), 1, frozenset({failed})), fleet, 0.0)
+    decisions = [router.choose(request, fleet, 0.0) for _ in range(6)]
+    assert Counter(decision.replica for decision in decisions) == {"a": 3, "b": 3}
+    assert {decision.reason for decision in decisions} == {"affinity"}
+    grown = router.choose(RouteRequest("m", own(1, 200)), fleet, 0.0)
+    assert (grown.reason, grown.matched_blocks) == ("unmatched", 6)
+
+
 def test_480_prompts_at_once_keep_within_the_spill_threshold() -> None:
     run = simulate(groups(TEMPLATE + own(n, 112) for n in range(60)), 8, 480)
     assert run.widest <= 8 + 8
