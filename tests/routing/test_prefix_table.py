@@ -160,13 +160,23 @@ def test_forgotten_blocks_leave_memory_with_the_next_records() -> None:
     assert (len(table), len(table._blocks)) == (50, 50)
 
 
+def test_a_name_that_comes_again_does_not_bring_its_old_blocks_back() -> None:
+    table = PrefixTable(100)
+    old, new = (path("m", prompt(number), 16, 10) for number in (1, 2))
+    table.record("other", path("other", prompt(1), 16, 10), "r0")  # older: keeps void blocks in
+    table.record("m", old, "r0")
+    table.forget_adapter("m")
+    table.record("m", new, "r0")
+    assert (len(table.look("m", old)), len(table.look("m", new))) == (0, 5)
+
+
 def test_a_replica_that_restarts_for_ever_costs_no_memory() -> None:
     table, trail = PrefixTable(100), path("m", prompt(1), 16, 10)
     table.record("m", trail, "r1")
     for _ in range(5000):
         table.record("m", trail, "r0")
         table.forget_replica("r0")
-    assert table.bit("r1").bit_length() <= prefix_table._MAX_BITS + 2
+    assert table.bit("r0").bit_length() <= prefix_table._MAX_BITS + 2
     for _ in range(50):
         table.record("m", trail, "r0")
         assert all(block[1].bit_count() <= 2 for block in table.look("m", trail))
