@@ -179,7 +179,7 @@ def start(board: Board, tmp_path: Path) -> Iterator[Start]:
 
 
 def test_trainer_runs_in_a_clean_fleet_and_leaves_it_resumed(start: Start, board: Board) -> None:
-    entry = start(STARTED, take_over=True)
+    entry = start(STARTED, take_over=True, env={"ROLLMUX_URL": "http://old:1"})
     assert entry.ends() == 0
     assert board.story() == [
         "daemon started",
@@ -397,6 +397,8 @@ def test_orphans_that_end_are_reaped_while_the_trainer_runs(start: Start, board:
     )
     orphan = board.wait("trainer", "orphan")["pid"]
     board.wait("trainer", "started")
+    parent = Path(f"/proc/{orphan}/stat").read_text().rpartition(")")[2].split()[1]
+    assert int(parent) == entry.process.pid
     end = os.pidfd_open(orphan)
     os.kill(orphan, signal.SIGKILL)
     assert select.select([end], [], [], DEADLINE_S)[0], "it ends"
