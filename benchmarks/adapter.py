@@ -133,7 +133,8 @@ def _check_tensors(directory: str, weights: bytes) -> None:
     end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
     if 8 + length + end != len(weights):
         raise Unreadable(trouble + "incomplete metadata, file not fully covered")
-    unexpected = [m for m in (name.rsplit(".", 3)[-3] for name in tensors) if m not in MODULES]
+    modules = [name.removeprefix("base_model.model.").rsplit(".", 2)[0] for name in tensors]
+    unexpected = [module for module in modules if module.rsplit(".", 1)[-1] not in MODULES]
     if unexpected:
         raise Unreadable(
             f"While loading {directory}, expected target modules in {set(MODULES)} but received "

@@ -144,6 +144,8 @@ class Reply:
     """Empty: the header is left out."""
     headers: tuple[tuple[str, str], ...] = ()
     stream: AsyncIterator[bytes] | None = field(default=None)
+    close: bool = False
+    """Close the connection afterwards, unannounced."""
 
 
 Handler = Callable[[Arrival], Awaitable[Reply]]
@@ -370,7 +372,7 @@ class _Connection(asyncio.Protocol):
         else:
             await self._stream(reply, fault.cut)
         arrival.answered_s = self.loop.time()
-        if fault.cut is not None:
+        if fault.cut is not None or reply.close:
             self._close()
 
     def _write(self, reply: Reply, *, head_only: bool = False, cut: int | None = None) -> None:

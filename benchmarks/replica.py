@@ -50,6 +50,8 @@ class ReplicaConfig:
     """What the server was started with, as far as it shows outside."""
 
     model: str = "tiny"
+    root: str | None = None
+    """Path of the base model; None: the same as its name."""
     max_model_len: int = 1024
     vocab_size: int = 321
     dtype: str = "torch.bfloat16"
@@ -394,7 +396,9 @@ class SimulatedReplica:
 
     async def _models(self, arrival: Arrival) -> Reply:
         base = self.config.model
-        cards = [replies.model_card(base, base, None, self.config.max_model_len)]
+        cards = [
+            replies.model_card(base, self.config.root or base, None, self.config.max_model_len)
+        ]
         cards += [replies.model_card(a.name, a.path, base, None) for a in self.names.values()]
         return json_reply({"object": "list", "data": cards})
 
@@ -575,7 +579,7 @@ class SimulatedReplica:
                 "Weight transfer not configured. Please set weight_transfer_config to enable "
                 "weight transfer."
             )
-            raise Refused(replies.worker_failed("collective_rpc", text))
+            raise Refused(_rpc_failed(text))
 
     async def _init_transfer(self, arrival: Arrival) -> Reply:
         info = _loose_json(arrival).get("init_info")
@@ -589,7 +593,7 @@ class SimulatedReplica:
         self._needs_transfer()
         if self.updating:
             text = "Weight update session already active."
-            raise Refused(replies.worker_failed("collective_rpc", text))
+            raise Refused(_rpc_failed(text))
         self.updating = True
         return json_reply({"message": "Weight update started"})
 
@@ -615,7 +619,7 @@ class SimulatedReplica:
 
     @staticmethod
     def _no_session() -> Refused:
-        return Refused(replies.worker_failed("collective_rpc", "No active weight update session."))
+        return Refused(_rpc_failed("No active weight update session."))
 
     async def _weight_info(self, arrival: Arrival) -> Reply:
         self._alive()
@@ -641,7 +645,7 @@ class SimulatedReplica:
         if method == "list_loras":
             return json_reply({"results": [list(self.engine.adapters)]})
         text = f"'CPUWorker' object has no attribute '{method}'"
-        return replies.worker_failed("collective_rpc", text)
+        return _rpc_failed(text)
 
     # Tokens without an engine
 
@@ -828,7 +832,7 @@ class SimulatedReplica:
         if not isinstance(body, dict):
             kind = type(body).__name__
             text = f"'{kind}' object has no attribute 'get'"
-            return error(500, "InternalServerError", text)
+            return replies.raised(error(500, "InternalServerError", text))
         if not body.get("prompt") and body.get("prompt") != []:
             text = "Either prompt or prompt_embeds must be provided and non-empty."
             raise bad_request(text, "prompt")
@@ -977,7 +981,7 @@ class SimulatedReplica:
                     }
                 ]
             }
-            if outcome is not None:
+            if outcome is not None and not sampling.include_usage:
                 content["system_fingerprint"] = replies.FINGERPRINT
             yield _event(content)
         if sampling.include_usage:
@@ -1107,6 +1111,7 @@ class SimulatedReplica:
             content: dict[str, Any] = base | {"choices": [choice]}
             if outcome is not None:
                 choice |= {"finish_reason": outcome.reason, "stop_reason": None}
+            if outcome is not None and not sampling.include_usage:
                 content["system_fingerprint"] = replies.FINGERPRINT
             choice["token_ids"] = ids if sampling.token_ids else None
             yield _event(content)
@@ -1362,6 +1367,10 @@ def _json_object(arrival: Arrival, *, embedded: bool = False) -> dict[str, Any]:
             }
         )
     return body
+
+
+def _rpc_failed(text: str) -> Reply:
+    return replies.raised(replies.worker_failed("collective_rpc", text))
 
 
 def _detail(text: str) -> Refused:

@@ -10,6 +10,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -77,6 +78,15 @@ def worker_failed(method: str, text: str) -> Reply:
         "please check the stack trace above for the root cause"
     )
     return error(500, "InternalServerError", message)
+
+
+def raised(reply: Reply) -> Reply:
+    """The answer to an exception nobody expected: uvicorn then closes the connection.
+
+    Starlette's ServerErrorMiddleware answers 500 and raises again; uvicorn 0.x, httptools_impl.py,
+    run_asgi closes the transport for that, without a ``connection: close`` before.
+    """
+    return replace(reply, close=True)
 
 
 def invalid(*errors: Mapping[str, object]) -> Refused:
