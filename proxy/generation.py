@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import orjson
 from starlette.types import Receive, Scope, Send
@@ -27,7 +28,7 @@ from proxy.errors import (
     UnknownModel,
     UpstreamLost,
 )
-from proxy.judge import Verdict, judge
+from proxy.judge import Verdict, judge, judge_piece
 from proxy.record import RequestRecord
 from proxy.replicas import Replicas
 from proxy.tasks import Tasks
@@ -107,6 +108,11 @@ class Generations:
             record.status = error.status
             if not client.started:
                 await client.answer(error)
+        except Exception:
+            record.error = "bug"
+            record.status = record.status or 500
+            log.exception("a generation failed inside the daemon")
+            raise  # uvicorn answers 500, or breaks off what has begun
         finally:
             record.client_gone = client.gone
             record.ended_s = now_s()
@@ -143,24 +149,20 @@ class Generations:
     ) -> None:
         """Ask one replica, and one more if the first gives nothing that may be handed on."""
         replicas = self._replicas
-        deadline_s = asyncio.get_running_loop().time() + self._hold_s
         excluded: frozenset[ReplicaId] = frozenset()
         tries = 0
         while True:
-            suspicion = replicas.suspicion(body)
-            if suspicion is Suspicion.REFUSED:
-                raise SuspectRequest
             record.phase = "hold"
             try:
-                if suspicion is Suspicion.ALONE:
-                    async with replicas.one_alone:
-                        placed = await self._place(generation, excluded, deadline_s)
-                        with replicas.reserved(placed[0].id):
-                            await self._until_idle(placed[0], deadline_s)
+                match replicas.suspicion(body):
+                    case Suspicion.REFUSED:
+                        raise SuspectRequest
+                    case Suspicion.ALONE:
+                        async with self._alone(generation, excluded, body) as placed:
                             await self._send(scope, client, record, placed, generation, body)
-                else:
-                    placed = await self._place(generation, excluded, deadline_s)
-                    await self._send(scope, client, record, placed, generation, body)
+                    case _:
+                        placed = await self._place(generation, excluded)
+                        await self._send(scope, client, record, placed, generation, body)
                 return
             except Given as exc:
                 given = exc
@@ -182,42 +184,17 @@ class Generations:
                 await self._give_up(client, record, given)
                 return
 
-    async def _send(
-        self,
-        scope: Scope,
-        client: Client,
-        record: RequestRecord,
-        placed: tuple[Replica, Decision],
-        generation: Generation,
-        body: bytes,
-    ) -> None:
-        """One attempt on the replica chosen, counted as in flight until it is over."""
-        replica, decision = placed
-        record.replica = replica.id
-        record.decision = decision.reason
-        record.attempts += 1
-        record.phase = "upstream"
-        with self._replicas.in_flight(replica, generation, body):
-            reply, data = await self._attempt(scope, record, replica, generation, body)
-            await self._pass_on(client, record, reply, data)
-
-    async def _give_up(self, client: Client, record: RequestRecord, given: Given) -> None:
-        if given.cause == Verdict.SERVER_ERROR and given.answer is not None:
-            await self._pass_on(client, record, given.answer, await given.answer.whole())
-        elif given.cause == Verdict.ABORTED:
-            raise NoReadyReplica("the generation was cut short by a pause or an abort", 1)
-        else:
-            raise UpstreamLost(f"{record.replica}: {given.cause}: {given.detail}")
-
     async def _place(
-        self, generation: Generation, excluded: frozenset[ReplicaId], deadline_s: float
+        self, generation: Generation, excluded: frozenset[ReplicaId]
     ) -> tuple[Replica, Decision]:
         """Choose a replica, waiting for one that is ready and holds the model.
 
-        A replica that failed this request is asked again only when no other is ready.
+        A replica that failed this request is asked again only when no other is ready. For one that
+        is ready but reserved there is no limit to waiting, as there is none in vLLM's queue.
         """
         replicas = self._replicas
         loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._hold_s
         while True:
             if not replicas.known(generation.model):
                 raise UnknownModel(generation.model)
@@ -231,7 +208,9 @@ class Generations:
                 )
                 if decision is not None:
                     return replicas.fleet[decision.replica], decision
-            if loop.time() >= deadline_s:
+            if replicas.reserves_one(generation.model):
+                deadline_s = loop.time() + self._hold_s
+            elif loop.time() >= deadline_s:
                 raise NoReadyReplica(
                     f"no ready replica holds {generation.model or 'the base model'} after "
                     f"{self._hold_s:g} s: {replicas.missing()}",
@@ -239,62 +218,113 @@ class Generations:
                 )
             await replicas.changed(deadline_s - loop.time())
 
-    async def _until_idle(self, replica: Replica, deadline_s: float) -> None:
-        """Wait until a reserved replica has nothing else in flight."""
-        loop = asyncio.get_running_loop()
-        while replica.inflight:
-            if loop.time() >= deadline_s:
-                raise NoReadyReplica(
-                    "this body was in flight at two engine deaths; no replica became free to "
-                    f"try it alone within {self._hold_s:g} s",
-                    5,
-                )
-            await self._replicas.changed(deadline_s - loop.time())
+    @asynccontextmanager
+    async def _alone(
+        self, generation: Generation, excluded: frozenset[ReplicaId], body: bytes
+    ) -> AsyncIterator[tuple[Replica, Decision]]:
+        """A replica with nothing else in flight, and nothing new there as long as the block lasts.
 
-    async def _attempt(
-        self,
-        scope: Scope,
-        record: RequestRecord,
-        replica: Replica,
-        generation: Generation,
-        body: bytes,
-    ) -> tuple[Reply, bytes | None]:
-        """Send to one replica and judge what comes.
-
-        Returns the reply and its body, or its first piece if the reply is not complete. Raises
-        ``Given`` when none of it may be handed on.
+        One body at a time, so that the other replicas go on. Waiting for its turn, and for the
+        replica to become idle, has no limit but the client's patience: others would only take the
+        place, and a repeat start anew.
         """
         replicas = self._replicas
+        async with replicas.one_alone:
+            while True:
+                if replicas.suspicion(body) is Suspicion.REFUSED:  # a copy of it, in the meantime
+                    raise SuspectRequest
+                replica, decision = await self._place(generation, excluded)
+                with replicas.reserved(replica.id):
+                    while replica.inflight and replicas.serves(replica, generation.model):
+                        await replicas.changed(self._hold_s)
+                    if replicas.serves(replica, generation.model):
+                        yield replica, decision
+                        return
+
+    async def _send(
+        self,
+        scope: Scope,
+        client: Client,
+        record: RequestRecord,
+        placed: tuple[Replica, Decision],
+        generation: Generation,
+        body: bytes,
+    ) -> None:
+        """One attempt on the replica chosen, counted as in flight until it is over.
+
+        Raises ``Given`` when nothing came that may be handed on.
+        """
+        replicas = self._replicas
+        replica, decision = placed
         epoch = replica.epoch
-        upstream = replicas.upstream(replica.id)
-        head = self._head(scope, replica, len(body), record.attempts)
+        record.replica = replica.id
+        record.decision = decision.reason
+        record.attempts += 1
+        record.phase = "upstream"
         if not record.sent_s:
             record.sent_s = asyncio.get_running_loop().time()
-        try:
-            reply = await upstream.ask(head, body, whole=not generation.stream)
-            if generation.stream and reply.status == 200:
-                data: bytes | None = await reply.chunk()
-            else:
-                data = await reply.whole()
-        except UpstreamBroken as exc:
-            replicas.broken(replica, epoch, exc, body)
-            raise Given(exc.cause.value, exc.detail, sent=not _never_sent(exc.cause)) from None
-        if data is None or (generation.stream and reply.status == 200):
-            replicas.answered(replica)
-            return reply, data
-        if reply.status == 200 and not reply.body_length_known and not _is_whole(data):
-            cut = UpstreamBroken(Cause.RESET, "body cut short")
-            replicas.broken(replica, epoch, cut, body)
-            raise Given(cut.cause.value, cut.detail)
-        verdict = judge(reply.status, data)
+        head = self._head(scope, replica, len(body), record.attempts)
+        with replicas.in_flight(replica, generation, body):
+            try:
+                reply = await replicas.upstream(replica.id).ask(
+                    head, body, whole=not generation.stream
+                )
+                try:
+                    data = await self._fit(reply, replica, epoch, generation)
+                    await self._pass_on(client, record, reply, data)
+                    if record.error:  # told in the stream itself, which has ended well
+                        replicas.died(replica, record.error, epoch)
+                        return
+                finally:
+                    reply.abort()  # nothing, if it is complete
+            except UpstreamBroken as exc:
+                replicas.broken(replica, epoch, exc, body)
+                if not client.started:
+                    raise Given(exc.cause, exc.detail, sent=not _never_sent(exc.cause)) from None
+                # Nothing can be taken back: the connection ends without an end of the body.
+                record.error = "stream_broken"
+                log.warning(
+                    "%s broke a stream after %d bytes: %s",
+                    replicas.label(replica.id),
+                    record.reply_bytes,
+                    exc.detail,
+                )
+                return
+        replicas.finished(body)
+
+    async def _fit(
+        self, reply: Reply, replica: Replica, epoch: int, generation: Generation
+    ) -> bytes | None:
+        """Wait for what can be judged, and judge it: the whole body, or a stream's first piece.
+
+        Returns that; None for a body too large to be held. Raises ``Given`` for what may not be
+        handed on, and ``UpstreamBroken``.
+        """
+        replicas = self._replicas
+        data: bytes | None
+        if generation.stream and reply.status == 200:
+            data = await reply.chunk()
+            verdict = judge_piece(data)
+        else:
+            data = await reply.whole()
+            verdict = Verdict.PASS if data is None else judge(reply.status, data)
         if verdict is Verdict.ADAPTER_LOST and not replicas.believed(generation.model):
             verdict = Verdict.PASS
-        if verdict is Verdict.PASS:
+        if data is None or verdict is Verdict.PASS:
             replicas.answered(replica)
-            return reply, data
-        detail = f"{reply.status} {data[:300].decode('utf-8', 'replace')}"
+            return data
+        text = data[:300].decode("utf-8", "replace")
+        detail = replicas.redact(f"{reply.status} {text}")
         replicas.judged(replica, epoch, verdict, generation.model, reply.status, detail)
-        raise Given(verdict.value, detail, reply)
+        raise Given(verdict, detail, reply)
+
+    async def _give_up(self, client: Client, record: RequestRecord, given: Given) -> None:
+        if given.cause == Verdict.SERVER_ERROR and given.answer is not None:
+            await self._pass_on(client, record, given.answer, await given.answer.whole())
+        elif given.cause == Verdict.ABORTED:
+            raise NoReadyReplica("the generation was cut short by a pause or an abort", 1)
+        else:
+            raise UpstreamLost(f"{record.replica}: {given.cause}: {given.detail}")
 
     async def _pass_on(
         self, client: Client, record: RequestRecord, reply: Reply, data: bytes | None
@@ -309,6 +339,7 @@ class Generations:
             headers = [h for h in headers if h[0] != b"x-request-id"]
             headers.append((b"x-request-id", record.request_id))
         if data is not None and reply.complete and not reply.pending:
+            _check_end(reply, data)
             if not reply.body_length_known:
                 headers.append((b"content-length", b"%d" % len(data)))
             record.reply_bytes = len(data)
@@ -316,22 +347,17 @@ class Generations:
             await client.finish(data)
             return
         await client.start(reply.status, headers)
-        try:
-            if data is None:
-                data = await reply.chunk()
-            while data:
-                record.reply_bytes += len(data)
-                await client.write(data)
-                data = await reply.chunk()
-        except UpstreamBroken as exc:
-            # Nothing can be taken back: the connection ends without an end of the body.
-            record.error = "stream_broken"
-            log.warning("%s broke a stream after %d bytes: %s",
-                        record.replica, record.reply_bytes, exc.detail)  # fmt: skip
-            return
-        except BaseException:
-            reply.abort()
-            raise
+        if data is None:
+            data = await reply.chunk()
+        last = b""
+        while data:
+            record.reply_bytes += len(data)
+            await client.write(data)
+            if judge_piece(data) is Verdict.ENGINE_DEAD:
+                record.error = Verdict.ENGINE_DEAD
+            last = data
+            data = await reply.chunk()
+        _check_end(reply, last)
         await client.finish()
 
     def _head(self, scope: Scope, replica: Replica, body_bytes: int, attempt: int) -> bytes:
@@ -367,10 +393,14 @@ def _never_sent(cause: Cause) -> bool:
     return cause in (Cause.REFUSED, Cause.UNREACHABLE)
 
 
-def _is_whole(data: bytes) -> bool:
-    """Whether a body that ended with its connection is complete JSON."""
+def _check_end(reply: Reply, last: bytes) -> None:
+    """Raise ``UpstreamBroken`` for a body that ended with its connection and seems cut short.
+
+    Such a body has no length; whole are JSON, and a stream that closes with its final event.
+    """
+    if reply.body_length_known or last.rstrip().endswith((b"data: [DONE]", b'"message_stop"}')):
+        return
     try:
-        orjson.loads(data)
+        orjson.loads(last)
     except orjson.JSONDecodeError:
-        return False
-    return True
+        raise UpstreamBroken(Cause.RESET, "body cut short") from None

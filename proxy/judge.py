@@ -34,8 +34,10 @@ ENGINE_DEAD_TEXT = b"EngineCore encountered an issue"
 
 
 def judge(status: int, body: bytes) -> Verdict:
-    """``body`` is the whole reply; of a stream that began well only the status is judged."""
+    """``body`` is the whole reply. For a stream that began well see ``judge_piece``."""
     if status == 200:
+        if _is_page(body):
+            return Verdict.EDGE
         return Verdict.ABORTED if _aborted(body) else Verdict.PASS
     if status in (401, 403):
         return Verdict.TOKEN_REJECTED
@@ -46,6 +48,26 @@ def judge(status: int, body: bytes) -> Verdict:
     if status >= 500:
         return Verdict.ENGINE_DEAD if ENGINE_DEAD_TEXT in body else Verdict.SERVER_ERROR
     return Verdict.PASS
+
+
+def judge_piece(piece: bytes) -> Verdict:
+    """What a piece of a 200 stream says: an engine that dies under one sends an error event.
+
+    vLLM 0.27.1 then ends the stream as any other (entrypoints/generate/base/serving.py,
+    create_streaming_error_response). The event begins a piece, since each is written by itself;
+    text that a model wrote is inside of one.
+    """
+    if piece.startswith(_ERROR_EVENTS) and ENGINE_DEAD_TEXT in piece:
+        return Verdict.ENGINE_DEAD
+    return Verdict.EDGE if _is_page(piece) else Verdict.PASS
+
+
+_ERROR_EVENTS = (b'data: {"error"', b"event: error")
+
+
+def _is_page(body: bytes) -> bool:
+    """HTML where JSON or events were due: a login page of something in between, say."""
+    return body[:64].lstrip()[:1] == b"<"
 
 
 def _aborted(body: bytes) -> bool:

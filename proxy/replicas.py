@@ -65,7 +65,9 @@ class Replicas:
         self._upstreams: dict[ReplicaId, Upstream] = {}
         self._may_have_token: set[ReplicaId] = set()
         self._bodies: dict[ReplicaId, dict[int, bytes]] = {}
-        self._lost: dict[ReplicaId, list[tuple[float, bytes]]] = {}
+        self._lost: dict[ReplicaId, list[tuple[float, bytes]]] = {}  # digests
+        self._past_models: set[str] = set()
+        """Base models of replicas that left: an empty fleet has not forgotten what it serves."""
         self._suspects = Suspects()
         self._reserved: set[ReplicaId] = set()
         self._changed = asyncio.Event()
@@ -94,6 +96,7 @@ class Replicas:
     def remove(self, replica: ReplicaId) -> None:
         """Out of the fleet; what it still carries moves to another. Raises KeyError."""
         gone = self.fleet.remove(replica)
+        self._past_models.update(gone.base_models)
         upstream = self._upstreams.pop(replica)
         upstream.break_all(Cause.RESET, "the replica was removed")
         upstream.close()
@@ -119,6 +122,7 @@ class Replicas:
             or self.ledger.known(AdapterName(model))
             or bool(self.fleet.candidates(model))
             or any(model in r.base_models for r in self.fleet)
+            or model in self._past_models
         )
 
     def candidates(self, model: str) -> tuple[Replica, ...]:
@@ -127,6 +131,14 @@ class Replicas:
         if self._reserved:
             return tuple(r for r in found if r.id not in self._reserved)
         return found
+
+    def reserves_one(self, model: str) -> bool:
+        """Whether a replica would be a candidate, were it not reserved."""
+        return any(self.serves(self.fleet[r], model) for r in self._reserved if r in self.fleet)
+
+    def serves(self, replica: Replica, model: str) -> bool:
+        """Whether a replica chosen earlier is still one that may get a request for ``model``."""
+        return replica in (self.fleet.candidates(model) if model else self.fleet.routable())
 
     def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> Decision | None:
         choice = self.router.choose(request, candidates, self.now_s())
@@ -155,9 +167,14 @@ class Replicas:
         """Whether this body was in flight when engines died."""
         return self._suspects.verdict(_digest(body)) if len(self._suspects) else Suspicion.FREE
 
+    def redact(self, text: str) -> str:
+        """``text`` without the token, should something in between have echoed it."""
+        return self._bearer.redact(text)
+
     @contextmanager
     def in_flight(self, replica: Replica, generation: Generation, body: bytes) -> Iterator[None]:
         """Counted in the replica's load, exactly as long as the block lasts."""
+        self.ledger.named(generation.model, self.now_s())
         lease = self.fleet.start(replica.id, generation.weight, generation.model)
         bodies = self._bodies[replica.id]
         self._next_key = key = self._next_key + 1
@@ -198,7 +215,13 @@ class Replicas:
     # What traffic saw
 
     def answered(self, replica: Replica) -> None:
+        """A whole answer, or the beginning of a stream."""
         self.apply(self.fleet.answered(replica.id, self.now_s()))
+
+    def finished(self, body: bytes) -> None:
+        """The whole answer is here and its engine lives: this body was not what killed others."""
+        if len(self._suspects):
+            self._suspects.finished(_digest(body))
 
     def broken(self, replica: Replica, epoch: int, error: UpstreamBroken, body: bytes) -> None:
         """No whole reply to ``body`` came."""
@@ -209,7 +232,7 @@ class Replicas:
                 self.found_dead(replica.id)
         else:
             if replica.epoch == epoch:  # else its death is known and has been counted
-                self._lost.setdefault(replica.id, []).append((now_s, body))
+                self._lost[replica.id] = [*self._just_lost(replica.id), (now_s, _digest(body))]
             moved = self.fleet.connection_lost(replica.id, error.detail, now_s, epoch)
         self.apply(moved)
 
@@ -235,20 +258,18 @@ class Replicas:
     def died(self, replica: Replica, detail: str, epoch: int | None = None) -> None:
         """vLLM says its engine is dead: all that is in flight there was so at that death."""
         if epoch in (None, replica.epoch) and replica.state is not ReplicaState.DOWN:
-            self._suspect([*self._bodies[replica.id].values(), *self._just_lost(replica.id)])
+            lost = [digest for _, digest in self._just_lost(replica.id)]
+            running = [_digest(body) for body in self._bodies[replica.id].values()]
+            self._suspects.in_flight_at_death(lost + running)
         self.apply(self.fleet.engine_dead(replica.id, detail, self.now_s(), epoch))
 
     def found_dead(self, replica: ReplicaId) -> None:
         """Nothing listens there any more: what was lost just now was lost to a death."""
-        self._suspect(self._just_lost(replica))
+        self._suspects.in_flight_at_death([digest for _, digest in self._just_lost(replica)])
 
-    def _just_lost(self, replica: ReplicaId) -> list[bytes]:
+    def _just_lost(self, replica: ReplicaId) -> list[tuple[float, bytes]]:
         oldest_s = self.now_s() - DEATH_WINDOW_S
-        return [body for at_s, body in self._lost.pop(replica, []) if at_s >= oldest_s]
-
-    def _suspect(self, bodies: list[bytes]) -> None:
-        if bodies:
-            self._suspects.in_flight_at_death([_digest(body) for body in bodies])
+        return [lost for lost in self._lost.pop(replica, ()) if lost[0] >= oldest_s]
 
     # Changes
 
@@ -279,7 +300,9 @@ class Replicas:
                 upstream = self._upstreams.get(moved.replica)
                 if upstream is not None:
                     upstream.break_all(Cause.RESET, f"the replica is down: {moved.code}")
-            if moved.new is ReplicaState.READY and moved.old is ReplicaState.SUSPECT:
+            if moved.code == "restarted":
+                self.found_dead(moved.replica)
+            elif moved.old is ReplicaState.SUSPECT and moved.new is not ReplicaState.DOWN:
                 self._lost.pop(moved.replica, None)  # lost to a living engine: no suspicion
             for listener in self.on_transition:
                 listener(moved)

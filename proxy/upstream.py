@@ -30,19 +30,21 @@ WHOLE_LIMIT_BYTES = 64 * 1024 * 1024
 """Past it a complete reply is passed on as it comes. A 30 MB reply (log-probs) has been seen."""
 HIGH_WATER_BYTES = 256 * 1024
 """A stream whose client reads slowly is read no further ahead than this."""
-LOW_WATER_BYTES = 64 * 1024
 
 Headers = list[tuple[bytes, bytes]]
 
 
 class UpstreamBroken(Exception):
-    """The replica gave no whole reply. ``began`` tells whether its head had come."""
+    """The replica gave no whole reply.
 
-    def __init__(self, cause: Cause, detail: str, *, began: bool = False) -> None:
+    ``early``: its server closed the connection before a byte of the reply came.
+    """
+
+    def __init__(self, cause: Cause, detail: str, *, early: bool = False) -> None:
         super().__init__(detail)
         self.cause = cause
         self.detail = detail
-        self.began = began
+        self.early = early
 
 
 class _Until(IntEnum):
@@ -221,7 +223,7 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
         if reply is not None:
-            reply.on_error(UpstreamBroken(cause, detail, began=bool(reply.status)))
+            reply.on_error(UpstreamBroken(cause, detail))
 
     def close(self) -> None:
         if self._transport is not None:
@@ -253,7 +255,8 @@ class _Connection(asyncio.Protocol):
             reply.on_complete()  # the body ends where the connection does
         else:
             detail = f"connection lost{f' ({exc})' if exc else ''}"
-            reply.on_error(UpstreamBroken(Cause.RESET, detail, began=bool(reply.status)))
+            early = not reply.status and not self._head_bytes
+            reply.on_error(UpstreamBroken(Cause.RESET, detail, early=early))
 
     def data_received(self, data: bytes) -> None:
         reply = self._reply
@@ -340,6 +343,7 @@ class Upstream:
         self._context = context if secure else None
         self._idle: list[_Connection] = []
         self._sweep: asyncio.TimerHandle | None = None
+        self._breaks = 0
         self._closed = False
 
     def __repr__(self) -> str:
@@ -366,8 +370,7 @@ class Upstream:
                     await reply.head()
                 return reply
             except UpstreamBroken as exc:
-                lost_race = reused and not exc.began and loop.time() - sent_s < RACE_S
-                if not lost_race or exc.cause is not Cause.RESET:
+                if not (reused and exc.early and loop.time() - sent_s < RACE_S):
                     raise
                 connection = None  # once more, on a fresh one
             except BaseException:
@@ -386,6 +389,7 @@ class Upstream:
 
     def break_all(self, cause: Cause, detail: str) -> None:
         """End every exchange that is under way; their callers get ``UpstreamBroken``."""
+        self._breaks += 1
         for connection in list(self.opened):
             connection.fail(cause, detail)
         self._idle.clear()
@@ -426,6 +430,7 @@ class Upstream:
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
+        breaks = self._breaks
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 transport, connection = await loop.create_connection(
@@ -443,6 +448,10 @@ class Upstream:
             raise UpstreamBroken(Cause.REFUSED, "connection refused") from exc
         except (OSError, ssl.SSLError) as exc:
             raise UpstreamBroken(Cause.UNREACHABLE, f"cannot connect ({exc})") from exc
+        if self._breaks != breaks:
+            # The kernel completes handshakes for a process that stands still: no reply would come.
+            transport.abort()
+            raise UpstreamBroken(Cause.RESET, "given up while connecting")
         _keep_alive(transport.get_extra_info("socket"))
         return connection
 
