@@ -122,6 +122,11 @@ class Pause:
             return (*paused, *failed, *unknown)
         return (*paused, *unknown)
 
+    def found(self) -> None:
+        """A daemon before this one paused the replicas of this run, and the trainer will resume."""
+        self.real = True
+        self._query = b"mode=keep&clear_cache=false"
+
     def on_resume(self, query: bytes = b"") -> Acknowledge | Broadcast:
         """The trainer's ``/resume``."""
         if self.mode == "lazy" and not self.real:

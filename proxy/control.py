@@ -31,7 +31,6 @@ from proxy.publishing import LoadCall, Publishing, read_load
 from proxy.rejoin import CLEAR, MARKER_PREFIX, Rejoin, cleared
 from proxy.replicas import Replicas
 from proxy.settings import replica_url
-from proxy.status import Status
 from proxy.tasks import Tasks
 from proxy.tokens import Bearer
 from routing.ids import AdapterName, ReplicaId
@@ -83,7 +82,6 @@ class Control:
         pause: Pause,
         publishing: Publishing,
         rejoin: Rejoin,
-        status: Status,
         metrics: Metrics,
         bearer: Bearer,
         tasks: Tasks,
@@ -100,7 +98,6 @@ class Control:
         self._pause = pause
         self._publishing = publishing
         self._rejoin = rejoin
-        self._status = status
         self._metrics = metrics
         self._bearer = bearer
         self._tasks = tasks
@@ -161,7 +158,7 @@ class Control:
         await self._fanout.enough("pause")
         decision = self._pause.on_pause(query)
         if isinstance(decision, Acknowledge):
-            self._told_paused()
+            self._count_elided()
             log.info("pause acknowledged; the replicas go on (new adapters need no pause)")
             return decision.answer
         if self.replicas.fleet.inflight() and b"mode=keep" not in query:
@@ -170,7 +167,7 @@ class Control:
                 self.replicas.fleet.inflight(),
             )
         joined = await self._really_pause(decision)
-        self._told_paused()
+        self._count_elided()
         return joined
 
     async def _really_pause(self, decision: Broadcast) -> Joined:
@@ -191,7 +188,7 @@ class Control:
             return joins.joined_success(reached, self._fanout.urls(), "pause")
         log.error("pause failed on %s; it is undone", ", ".join((*failed, *unknown)) or "all")
         left = await self._resume_these(undo)
-        self._told_paused()
+        self._count_elided()
         error = joins.failure(answers, self._fanout.urls(), "pause")
         if error is None:
             raise NoReadyReplica("no replica is left to pause")
@@ -219,12 +216,12 @@ class Control:
     async def _do_resume(self) -> Answer | Joined:
         decision = self._pause.on_resume()
         if isinstance(decision, Acknowledge):
-            self._told_paused()
+            self._count_elided()
             return decision.answer
         targets = self.replicas.fleet.routable()
         left = await self._resume_these(tuple(r.id for r in targets))
         self._pause.resume_done(left)
-        self._told_paused()
+        self._count_elided()
         ready = self.replicas.fleet.routable()
         if left and not ready:
             raise UpstreamLost(f"resume failed on {', '.join(left)}: they may still be paused")
@@ -245,10 +242,9 @@ class Control:
         if decision is not None:
             left = await self._resume_these(tuple(r.id for r in self.replicas.fleet.routable()))
             self._pause.resume_done(left)
-        self._told_paused()
+        self._count_elided()
 
-    def _told_paused(self) -> None:
-        self._status.paused = self._pause.paused
+    def _count_elided(self) -> None:
         elided = self._pause.elided
         if elided > self._elided:
             self._metrics.pauses_elided.inc(elided - self._elided)
@@ -380,7 +376,7 @@ class Control:
         self._pause.abandon()
         await self._resume_these(tuple(r.id for r in targets))
         self._pause.resume_done()
-        self._told_paused()
+        self._count_elided()
         names = await asyncio.gather(*(self._clean_one(r) for r in targets))
         ledger = self.replicas.ledger
         for name in (*ledger.live_names(), *ledger.retired_names()):

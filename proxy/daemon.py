@@ -79,9 +79,9 @@ class Daemon:
             context=context,
             trust_env=settings.trust_env,
         )
-        self.status = Status(self.replicas, self.metrics, version())
-        self.fanout = Fanout(self.replicas, self.calls, outage_s=settings.outage_s)
         pause = Pause("eager" if settings.pause == "eager" else "lazy")
+        self.status = Status(self.replicas, pause, self.metrics, version())
+        self.fanout = Fanout(self.replicas, self.calls, outage_s=settings.outage_s)
         self.rejoin = Rejoin(
             self.replicas,
             self.calls,
@@ -123,7 +123,6 @@ class Daemon:
             pause,
             self.publishing,
             self.rejoin,
-            self.status,
             self.metrics,
             self.bearer,
             self.tasks,

@@ -315,6 +315,11 @@ class Rejoin:
         markers = {probe.identity for probe in seen}
         if len(markers) == 1 and (marker := markers.pop()) and marker.startswith(MARKER_PREFIX):
             self.run_id = marker
+            if all(probe.paused for probe in seen):
+                # Weights may be changing in place right now: only the trainer may resume.
+                log.warning("the replicas of this run are paused; they stay so until a resume")
+                self._pause.found()
+                self._replicas.fleet.expect_paused(True, self._replicas.now_s())
         common = set(seen[0].listed.items()).intersection(*(p.listed.items() for p in seen[1:]))
         now_s = self._replicas.now_s()
         for name, path in sorted(common, key=lambda item: (version_of(item[0]) or 0, item[0])):

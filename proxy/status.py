@@ -6,6 +6,7 @@ import time
 from collections import Counter, deque
 from typing import Any
 
+from broadcast.pause import Pause
 from broadcast.publication import PublicationResult
 from proxy.metrics import Metrics
 from proxy.record import RequestRecord
@@ -17,15 +18,14 @@ KEPT_PUBLICATIONS = 20
 class Status:
     """Reads the daemon's state and keeps the few counts that nothing else keeps."""
 
-    def __init__(self, replicas: Replicas, metrics: Metrics, version: str) -> None:
+    def __init__(self, replicas: Replicas, pause: Pause, metrics: Metrics, version: str) -> None:
         self._replicas = replicas
+        self._pause = pause
         self._metrics = metrics
         self._version = version
         self._started_s = time.monotonic()
         self._routed: Counter[str] = Counter()
         self._publications: deque[dict[str, Any]] = deque(maxlen=KEPT_PUBLICATIONS)
-        self.paused = False
-        """What the trainer was told."""
 
     # Sinks
 
@@ -65,7 +65,7 @@ class Status:
     def metrics_page(self) -> bytes:
         metrics, ledger = self._metrics, self._replicas.ledger
         metrics.adapters_live.set(len(ledger.live))
-        metrics.paused.set(self.paused)
+        metrics.paused.set(self._pause.paused)
         metrics.prefix_blocks.set(self._replicas.router.tracked_blocks)
         if ledger.latest is not None:
             metrics.policy_version.set(ledger.policy_version)
@@ -81,7 +81,7 @@ class Status:
             "uptime_s": round(time.monotonic() - self._started_s, 1),
             "healthy": replicas.fleet.healthy(replicas.now_s()),
             "rebuilding": replicas.rebuilding,
-            "paused": self.paused,
+            "paused": self._pause.paused,
             "policy": {
                 "latest": ledger.latest.name if ledger.latest else None,
                 "live": list(ledger.live_names()),

@@ -133,6 +133,18 @@ async def test_a_replica_that_joins_a_paused_fleet_is_paused_before_it_is_ready(
     assert standing(pair) == [False, False]
 
 
+async def test_a_new_daemon_leaves_the_pause_of_its_run_alone(start, pair):
+    """The daemon died inside a weight update: only the trainer may resume."""
+    for replica in pair:
+        replica.weight_version = "rollmux-this-run"
+        replica.engine.pause(asyncio.get_running_loop().time(), "keep")
+    running = await start([r.url for r in pair])
+    assert standing(pair) == [True, True]
+    assert await is_paused(running)
+    assert (await running.client.post("/resume")).status_code == 200
+    assert standing(pair) == [False, False]
+
+
 async def test_a_replica_found_paused_is_resumed_before_it_is_ready(start, pair):
     pair[0].engine.pause(asyncio.get_running_loop().time(), "keep")
     running = await start([r.url for r in pair])
