@@ -22,6 +22,7 @@ from broadcast.catchup import StepResult
 from broadcast.fleet import Probe, Replica, ReplicaState
 from broadcast.joins import Joined
 from broadcast.pause import RESUMED, Acknowledge, Broadcast, Pause
+from broadcast.publication import PublicationResult
 from proxy.calls import Calls
 from proxy.errors import BadRequest, FleetBusy, Forbidden, NoReadyReplica, UpstreamLost
 from proxy.fanout import Answers, Fanout
@@ -87,6 +88,7 @@ class Control:
         tasks: Tasks,
         *,
         hold_s: float,
+        outage_s: float,
         control_timeout_s: float,
         admin_key: str | None,
         token_hosts: tuple[str, ...],
@@ -102,6 +104,7 @@ class Control:
         self._bearer = bearer
         self._tasks = tasks
         self._hold_s = hold_s
+        self._outage_s = outage_s
         self._control_timeout_s = control_timeout_s
         self._admin_key = admin_key.encode() if admin_key else None
         self._token_hosts = token_hosts
@@ -134,7 +137,7 @@ class Control:
                 )
             if call.in_place:
                 await self._make_pause_real()
-            result = await self._publishing.publish(call)
+            result = await self._publish(call)
             if call.in_place and result.committed:
                 self._weights_changed(result.loaded_on)
             if result.committed:
@@ -142,6 +145,15 @@ class Control:
             # TRL dies of a failed load without a resume: nothing may be left paused.
             await self._abandon_pause()
             return _refusal(result.status, result.code, result.message)
+
+    async def _publish(self, call: LoadCall) -> PublicationResult:
+        """Publish; begin again when the fleet was lost under it, as long as an outage may last."""
+        deadline_s = self.replicas.now_s() + self._outage_s
+        while True:
+            result = await self._publishing.publish(call)
+            if result.code != "replicas_lost" or self.replicas.now_s() >= deadline_s:
+                return result
+            await self._fanout.enough(f"load of {call.name}")
 
     async def unload(self, body: bytes) -> Answer:
         return await self._publishing.retire(body)

@@ -127,6 +127,7 @@ class Daemon:
             self.bearer,
             self.tasks,
             hold_s=settings.hold_s,
+            outage_s=settings.outage_s,
             control_timeout_s=settings.control_timeout_s,
             admin_key=secrets.admin_key,
             token_hosts=settings.token_hosts,

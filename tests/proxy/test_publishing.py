@@ -149,6 +149,27 @@ async def test_a_load_goes_on_when_its_caller_hangs_up(start, pair, tmp_path):
     assert [list(r.names) for r in pair] == [["trl-policy-v1"]] * 2
 
 
+async def test_a_fleet_lost_under_a_load_is_waited_for_and_the_load_begins_again(
+    start, pair, tmp_path
+):
+    for replica in pair:
+        replica.faults.add(LOAD, hang=True, times=1)
+    running = await start([r.url for r in pair])
+    call = asyncio.ensure_future(
+        load(running, "trl-policy-v1", adapter(tmp_path, "trl-policy-v1", 1))
+    )
+    await running.until(lambda: all(len(r.calls(LOAD)) == 1 for r in pair))
+    for replica in pair:
+        replica.refuse()
+    await running.until(lambda: not running.daemon.replicas.fleet.routable())
+    for replica in pair:
+        await replica.restart()
+    assert (await call).status_code == 200
+    assert any(list(r.names) == ["trl-policy-v1"] for r in pair)
+    await running.until_ready(2)
+    assert [list(r.names) for r in pair] == [["trl-policy-v1"]] * 2
+
+
 async def test_the_base_models_name_is_refused_for_an_adapter(start, pair, tmp_path):
     running = await start([r.url for r in pair])
     answer = await load(running, "tiny", adapter(tmp_path, "x", 1))
