@@ -109,30 +109,35 @@ class Trainer:
 
     async def roll_out(self) -> None:
         """Rollouts one after another, for ever: one of the many in flight."""
-        while True:
-            prompt, seed = next(self._rollouts)
-            policy = self.policy
-            body = {
-                "model": policy,
-                "prompt": prompt,
-                "max_tokens": MAX_REPLY_TOKENS,
-                "temperature": 1.0,
-                "n": 1,
-                "return_token_ids": True,
-                "logprobs": 0,
-                "seed": seed,
-            }
-            reply = await self.client.post("/v1/completions", json=body)
-            if reply.status_code != 200:
-                self._fail(f"a rollout of {policy}: {reply.status_code} {reply.text[:200]}")
-                await asyncio.sleep(0.1)
-                continue
-            made: list[int] = reply.json()["choices"][0]["token_ids"]
-            draw = f"seed {seed} 0"
-            right = tokens.reply_tokens(self.digests[policy], prompt, draw, len(made))
-            self.tally.rollouts += 1
-            # The last token may be the end-of-reply token instead.
-            self.tally.wrong += made[:-1] != right[:-1]
+        # A client each: httpx looks through its whole pool for every request it sends.
+        async with connect(str(self.client.base_url)) as client:
+            while True:
+                prompt, seed = next(self._rollouts)
+                await self._roll_out(client, prompt, seed)
+
+    async def _roll_out(self, client: httpx.AsyncClient, prompt: list[int], seed: int) -> None:
+        policy = self.policy
+        body = {
+            "model": policy,
+            "prompt": prompt,
+            "max_tokens": MAX_REPLY_TOKENS,
+            "temperature": 1.0,
+            "n": 1,
+            "return_token_ids": True,
+            "logprobs": 0,
+            "seed": seed,
+        }
+        reply = await client.post("/v1/completions", json=body)
+        if reply.status_code != 200:
+            self._fail(f"a rollout of {policy}: {reply.status_code} {reply.text[:200]}")
+            await asyncio.sleep(0.1)
+            return
+        made: list[int] = reply.json()["choices"][0]["token_ids"]
+        draw = f"seed {seed} 0"
+        right = tokens.reply_tokens(self.digests[policy], prompt, draw, len(made))
+        self.tally.rollouts += 1
+        # The last token may be the end-of-reply token instead.
+        self.tally.wrong += made[:-1] != right[:-1]
 
     async def sync(self) -> None:
         """One adapter sync, call by call as TRL 1.16 makes it."""
@@ -177,6 +182,12 @@ class Trainer:
         while True:
             await self.sync()
             await asyncio.sleep(SYNC_EVERY_S)
+
+
+def connect(url: str) -> httpx.AsyncClient:
+    """A client for loopback; a reply may take as long as two syncs do."""
+    # verify: nothing is encrypted here, and loading certificates takes longer than a rollout.
+    return httpx.AsyncClient(base_url=url, trust_env=False, verify=False, timeout=120)
 
 
 @contextlib.asynccontextmanager
@@ -305,14 +316,7 @@ async def run(seconds: float, count: int, folder: Path) -> dict[str, Any]:
             await stack.enter_async_context(replica)
         log = folder.with_suffix(".log")
         url = await stack.enter_async_context(daemon(replicas, log))
-        client = await stack.enter_async_context(
-            httpx.AsyncClient(
-                base_url=url,
-                trust_env=False,
-                timeout=httpx.Timeout(120),
-                limits=httpx.Limits(max_connections=None),
-            )
-        )
+        client = await stack.enter_async_context(connect(url))
         trainer = Trainer(client, policies, tally)
         tally.started_s = time.monotonic()
         await trainer.sync()
