@@ -85,6 +85,7 @@ class Replicas:
         for state in ReplicaState:
             self.metrics.replica_state.labels(replica.id, state.value).set(state == replica.state)
         self.metrics.replica_info.labels(replica.id, url).set(1)
+        self.metrics.load_retries.labels(replica.id)  # 0 from the start: a rate needs a first value
         self.metrics.replica_inflight.labels(replica.id).set_function(lambda: replica.inflight)
         self.notify()
         return replica

@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -66,11 +66,11 @@ Trainer = Callable[[RealParts, str, Path], list[str | Path]]
 """From parts, URL and output directory to the trainer's command line."""
 
 
-def recipe(parts: RealParts, url: str, out: Path) -> list[str | Path]:
+def recipe(parts: RealParts, url: str, out: Path, *more: str) -> list[str | Path]:
     return [
         *("env", f"PYTHONPATH={STAND_INS}", "TRL_EXPERIMENTAL_SILENCE=1"),
         *(parts.python, RECIPE, "--preset", "cpu-smoke", "--url", url, "--output-dir", out),
-        *("--model", parts.model, "--dataset", parts.problems),
+        *("--model", parts.model, "--dataset", parts.problems, *more),
     ]
 
 
@@ -135,6 +135,7 @@ def judge(run: Run, reference: str, *, steps: int, publications: int) -> None:
     assert len(run.logged_steps) >= steps, f"{len(run.logged_steps)} steps"
     ratios = [entry["ratio"] for entry in run.logged_steps]
     assert all(0.9 <= ratio <= 1.1 for ratio in ratios), f"ratio of every step: {ratios}"
+    print(f"ratio of every step: {ratios}")
     assert (run.output_dir / "final-adapter" / "adapter_model.safetensors").stat().st_size
     judge_serving(run, reference, publications=publications)
 
@@ -150,7 +151,8 @@ def judge_serving(run: Run, reference: str, *, publications: int) -> None:
         assert one == another, f"at {publication.name} they list {publication.listed}"
         assert publication.name in one, f"{publication.name} is not listed: {one}"
     routes = share_by(run, "x-rollmux-route")
-    assert routes["affinity"] >= 0.6, f"routes of {len(run.rollouts)} rollouts: {routes}"
+    print(f"{len(run.rollouts)} rollouts: {routes} {share_by(run, 'x-rollmux-replica')}")
+    assert routes.get("affinity", 0) >= 0.6, f"routes of {len(run.rollouts)} rollouts: {routes}"
     assert not any(run.preemptions.values()), f"preemptions: {run.preemptions}"
     check_weights(run, reference)
 
@@ -182,6 +184,7 @@ def check_weights(run: Run, reference: str) -> None:
                 difference(rollout, reference, fresh) for rollout in rollouts[:CHECKED_PER_VERSION]
             )
         call(reference, "/v1/unload_lora_adapter", {"lora_name": fresh})
+    print(f"largest difference of a log-probability: {worst}")
     wrong = {key: value for key, value in worst.items() if value > SAME_WEIGHTS}
     assert not wrong, f"served with other weights than their name says: {wrong}; all: {worst}"
 
@@ -203,10 +206,8 @@ def difference(rollout: Exchange, reference: str, model: str) -> float:
 
 def share_by(run: Run, header: str) -> dict[str, float]:
     """Share of the rollouts' answers by the value of `header`."""
-    counts: dict[str, float] = defaultdict(float)
-    for rollout in run.rollouts:
-        counts[rollout.headers.get(header, "")] += 1 / len(run.rollouts)
-    return counts
+    counts = Counter(rollout.headers.get(header, "") for rollout in run.rollouts)
+    return {value: count / counts.total() for value, count in counts.items()}
 
 
 def call(url: str, path: str, body: dict[str, Any]) -> Any:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,32 +13,54 @@ import pytest
 
 from tests.e2e import environment
 from tests.e2e.conftest import RealParts, prometheus_running, prometheus_values
-from tests.e2e.main_job import COMPLETIONS, POLICY, judge, run_job
+from tests.e2e.main_job import COMPLETIONS, POLICY, Run, judge, judge_serving, recipe, run_job
 from tests.e2e.processes import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 STEPS, PUBLICATIONS = 12, 7
+OTHER_WEIGHTS = "served with other weights than their name says"
+
+
+@dataclass(frozen=True, slots=True)
+class Scraped:
+    affinity: list[float]  # one value per series, the last that was scraped
+    load_retries: list[float]
+
+
+@pytest.fixture(scope="module")
+def finished(
+    real_parts: RealParts, replicas: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Run, Scraped]:
+    """The job, run to its end with Prometheus beside it."""
+    directory = tmp_path_factory.mktemp("job")
+    port = free_port()
+    with prometheus_running(real_parts, f"127.0.0.1:{port}", directory) as prometheus:
+        run = run_job(real_parts, replicas, directory, port=port)
+        # The daemon is gone by now; the server still has what it scraped.
+        affinity = 'rollmux_routing_decisions_total{decision="affinity"}[10m]'
+        scraped = Scraped(
+            prometheus_values(prometheus, f"max_over_time({affinity})"),
+            prometheus_values(prometheus, "max_over_time(rollmux_adapter_load_retries_total[10m])"),
+        )
+    return run, scraped
 
 
 def test_trainer_runs_to_its_end_and_every_rollout_has_its_policy(
-    real_parts: RealParts, replicas: tuple[str, str], tmp_path: Path
+    finished: tuple[Run, Scraped], replicas: tuple[str, str]
 ) -> None:
-    port = free_port()
-    with prometheus_running(real_parts, f"127.0.0.1:{port}", tmp_path) as prometheus:
-        run = run_job(real_parts, replicas, tmp_path, port=port)
-        judge(run, replicas[0], steps=STEPS, publications=PUBLICATIONS)
+    run, _ = finished
+    judge(run, replicas[0], steps=STEPS, publications=PUBLICATIONS)
 
-        # The daemon is gone by now; the server still has what it scraped.
-        affinity = prometheus_values(
-            prometheus,
-            'max_over_time(rollmux_routing_decisions_total{decision="affinity"}[10m])',
-        )
-        assert affinity, "Prometheus has no affinity counter"
-        assert affinity[0] > 0
-        retries = prometheus_values(
-            prometheus, "max_over_time(rollmux_adapter_load_retries_total[10m])"
-        )
-        assert len(retries) == 2, f"a load-retry counter per replica, not {retries}"
+
+def test_prometheus_scrapes_affinity_and_load_retries(finished: tuple[Run, Scraped]) -> None:
+    _, scraped = finished
+    assert len(scraped.affinity) == 1
+    assert scraped.affinity[0] > 0
+    assert len(scraped.load_retries) == 2, "one series per replica"
+
+
+def test_promtool_finds_nothing(finished: tuple[Run, Scraped], real_parts: RealParts) -> None:
+    run, _ = finished
     _, promtool = environment.prometheus_of(real_parts.env)
     checked = subprocess.run(
         [promtool, "check", "metrics"],
@@ -44,16 +69,39 @@ def test_trainer_runs_to_its_end_and_every_rollout_has_its_policy(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
+    assert run.daemon_metrics
     assert (checked.returncode, checked.stdout) == (0, "")
 
 
-def base_model_instead(base: str) -> Any:
-    def rewrite(path: str, body: dict[str, Any]) -> dict[str, Any]:
-        if path == COMPLETIONS and POLICY.fullmatch(body["model"]):
-            return body | {"model": base}
-        return body
+def test_second_run_resumes_from_the_last_complete_checkpoint(
+    finished: tuple[Run, Scraped],
+    real_parts: RealParts,
+    replicas: tuple[str, str],
+    tmp_path: Path,
+) -> None:
+    """On the same replicas, with the policy's numbers going on where they were."""
+    first, _ = finished
+    out = tmp_path / "out"
+    shutil.copytree(first.output_dir, out)
+    shutil.copytree(out / "checkpoint-12", out / "checkpoint-13")
+    (out / "checkpoint-13" / "optimizer.pt").write_bytes(b"")
 
-    return rewrite
+    def longer(parts: RealParts, url: str, out: Path) -> list[str | Path]:
+        return recipe(parts, url, out, "--max-steps", "14")
+
+    run = run_job(real_parts, replicas, tmp_path, longer)
+    assert run.exit_code == 0, run.output[-4000:]
+    assert "not resuming from checkpoint-13: optimizer.pt is empty" in run.output
+    assert f"resuming from {out / 'checkpoint-12'}" in run.output
+    assert [entry["step"] for entry in run.logged_steps] == list(range(1, 15))
+    assert [p.name for p in run.publications] == ["trl-policy-v8", "trl-policy-v9"]
+    judge_serving(run, replicas[0], publications=2)
+
+
+def base_model_instead(base: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    if path == COMPLETIONS and POLICY.fullmatch(str(body.get("model"))):
+        return body | {"model": base}
+    return body
 
 
 def previous_version_instead(path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -66,9 +114,9 @@ def previous_version_instead(path: str, body: dict[str, Any]) -> dict[str, Any]:
 def test_goes_red_when_one_replica_serves_the_base_model(
     real_parts: RealParts, replicas: tuple[str, str], tmp_path: Path
 ) -> None:
-    planted = base_model_instead(str(real_parts.model))
+    planted = partial(base_model_instead, str(real_parts.model))
     run = run_job(real_parts, replicas, tmp_path, planted=planted)
-    with pytest.raises(AssertionError, match="served with other weights than their name says"):
+    with pytest.raises(AssertionError, match=OTHER_WEIGHTS):
         judge(run, replicas[0], steps=STEPS, publications=PUBLICATIONS)
 
 
@@ -76,5 +124,5 @@ def test_goes_red_when_one_replica_serves_the_previous_version(
     real_parts: RealParts, replicas: tuple[str, str], tmp_path: Path
 ) -> None:
     run = run_job(real_parts, replicas, tmp_path, planted=previous_version_instead)
-    with pytest.raises(AssertionError, match="served with other weights than their name says"):
+    with pytest.raises(AssertionError, match=OTHER_WEIGHTS):
         judge(run, replicas[0], steps=STEPS, publications=PUBLICATIONS)
