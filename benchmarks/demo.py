@@ -15,6 +15,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import statistics
 import sys
@@ -127,7 +128,12 @@ class Trainer:
             "logprobs": 0,
             "seed": seed,
         }
-        reply = await client.post("/v1/completions", json=body)
+        try:
+            reply = await client.post("/v1/completions", json=body)
+        except httpx.TransportError as error:
+            self._fail(f"a rollout of {policy}: {error!r}")
+            await asyncio.sleep(0.1)
+            return
         if reply.status_code != 200:
             self._fail(f"a rollout of {policy}: {reply.status_code} {reply.text[:200]}")
             await asyncio.sleep(0.1)
@@ -169,7 +175,11 @@ class Trainer:
         return hidden.rename(self.folder / name)
 
     async def _control(self, target: str, body: object = None) -> None:
-        reply = await self.client.post(target, json=body)
+        try:
+            reply = await self.client.post(target, json=body)
+        except httpx.TransportError as error:
+            self._fail(f"{target}: {error!r}")
+            return
         if reply.status_code != 200:
             self._fail(f"{target}: {reply.status_code} {reply.text[:200]}")
 
@@ -253,8 +263,8 @@ async def watch(
         last = now
         try:
             status = (await client.get("/proxy/status")).json()
-        except httpx.TransportError as error:
-            raise DemoError(f"the daemon is gone: {error!r}") from error
+        except httpx.TransportError:
+            break  # ``run`` finds out too, and says so
         recent.append((now - tally.started_s, tally.rollouts))
         (then_s, then), (now_s, count) = recent[0], recent[-1]
         view.show(status, tally, (count - then) / max(now_s - then_s, 1e-9))
@@ -305,6 +315,10 @@ class View:
 
 async def run(seconds: float, count: int, folder: Path) -> dict[str, Any]:
     """The demo itself; ``folder`` is the bucket. Returns the result, see ``summary``."""
+    # Without this the daemon would outlive a demo that is told to stop.
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     tally = Tally()
     policies = folder / "run" / ".vllm_lora"
     policies.mkdir(parents=True)
@@ -332,8 +346,12 @@ async def run(seconds: float, count: int, folder: Path) -> dict[str, Any]:
                 tally.ended_s = time.monotonic()
                 for task in (*workers, syncs):
                     task.cancel()
-        status = (await client.get("/proxy/status")).json()
-        page = (await client.get("/metrics")).text
+        try:
+            status = (await client.get("/proxy/status")).json()
+            page = (await client.get("/metrics")).text
+        except httpx.TransportError as error:
+            text = f"the daemon is gone; its last lines:\n  {_tail(log)}"
+            raise DemoError(text) from error
         return summary(tally, status, page, replicas)
 
 
@@ -412,6 +430,9 @@ def main(args: argparse.Namespace) -> int:
             result = uvloop.run(run(args.seconds, args.replicas, Path(directory) / "bucket"))
         except DemoError as error:
             print(f"rollmux demo: {error}", file=sys.stderr)
+            return 1
+        except asyncio.CancelledError:
+            print("rollmux demo: told to stop before its end", file=sys.stderr)
             return 1
     print(json.dumps(result) if args.json else table(result))
     for failure in result["failures"][:5]:
