@@ -34,8 +34,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks import tokens
 from benchmarks.adapter import read_adapter, write_adapter
 from benchmarks.bucket import LaggingFolder
+from benchmarks.config import ReplicaConfig
 from benchmarks.engine import EngineConfig, Pause
-from benchmarks.replica import ReplicaConfig, SimulatedReplica
+from benchmarks.replica import SimulatedReplica
 
 GROUP = 8  # rollouts a prompt, as in the published recipe
 IN_FLIGHT_PER_REPLICA = 48  # a few above what one prompt group brings, below max_num_seqs

@@ -27,8 +27,8 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -38,58 +38,25 @@ import orjson
 from benchmarks import replies, tokens
 from benchmarks.adapter import Read, Unreadable, read_adapter
 from benchmarks.bucket import LaggingFolder
-from benchmarks.engine import Adapter, Engine, EngineConfig, Job, Outcome, Pause, chain
+from benchmarks.checks import (
+    body_flag,
+    choice,
+    detail,
+    flag,
+    json_object,
+    loose_json,
+    strings,
+    token_prompts,
+    turns,
+)
+from benchmarks.config import ReplicaConfig
+from benchmarks.driver import Driver
+from benchmarks.engine import Adapter, Engine, EngineConfig, Pause
+from benchmarks.generations import Generations
 from benchmarks.httpd import CONTROL, Arrival, Fault, Faults, Reply, Server, with_headers
 from benchmarks.replies import Refused, bad_request, error, invalid, json_reply, missing
 
 Route = Callable[[Arrival], Awaitable[Reply]]
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaConfig:
-    """What the server was started with, as far as it shows outside."""
-
-    model: str = "tiny"
-    root: str | None = None
-    """Path of the base model; None: the same as its name."""
-    max_model_len: int = 1024
-    vocab_size: int = 321
-    dtype: str = "torch.bfloat16"
-    max_lora_rank: int = 8
-    lora: bool = True
-    """--enable-lora"""
-    runtime_lora: bool = True
-    """VLLM_ALLOW_RUNTIME_LORA_UPDATING"""
-    dev_mode: bool = True
-    """VLLM_SERVER_DEV_MODE"""
-    weight_transfer: bool = False
-    """--weight-transfer-config"""
-    data_parallel_size: int = 1
-    api_key: str | None = None
-    bearer: str | None = None
-    """What an edge in front demands on every path; it answers 401 in HTML otherwise."""
-    keep_alive_s: float = 5.0
-    mean_output_tokens: int | None = None
-    """Replies end by themselves after this many tokens on average; None: at max_tokens."""
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    notice_s: float = 0.1
-    """From the engine's death to the 500 of whoever waits (facts: 0.1 s)."""
-    exit_s: float = 0.3
-    """From there to refused connections; infinite: VLLM_KEEP_ALIVE_ON_ENGINE_DEATH."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Sampling:
-    """What a generation asked for, checked."""
-
-    max_tokens: int
-    n: int
-    draw: str
-    ignore_eos: bool
-    logprobs: int | None
-    token_ids: bool
-    stream: bool
-    include_usage: bool
 
 
 class SimulatedReplica:
@@ -122,7 +89,6 @@ class SimulatedReplica:
             uncancelled=_UNCANCELLED,
         )
         self._server.die = self.die
-        self._routes = self._table()
         self._boot()
 
     def _boot(self) -> None:
@@ -137,15 +103,12 @@ class SimulatedReplica:
         self.instance_id = str(time.time_ns())
         self._started_s = time.time()
         self._numbers = itertools.count(1)
-        self._ids = itertools.count(1)
-        self._external: dict[str, list[str]] = {}
-        self._waiters: dict[str, asyncio.Future[Outcome]] = {}
-        self._idle_waiters: list[asyncio.Future[None]] = []
         self._locks: dict[str, asyncio.Lock] = {}
-        self._timer: asyncio.TimerHandle | None = None
         self._down: list[asyncio.TimerHandle] = []
         self._dying = False
-        self._died = False
+        self.driver = Driver(self.engine, self._on_death)
+        self._generations = Generations(self.config, self.driver, self.names)
+        self._routes = self._table()
 
     # For tests
 
@@ -181,7 +144,7 @@ class SimulatedReplica:
     @property
     def in_flight(self) -> int:
         """Sequences that run or wait in the engine."""
-        return len(self._waiters)
+        return self.driver.in_flight
 
     def expected_tokens(self, model: str, prompt: Sequence[int], count: int) -> list[int]:
         """The greedy reply of a model name as it is loaded here now."""
@@ -227,8 +190,6 @@ class SimulatedReplica:
         """A new process at the same address: no adapters, nothing paused, an empty cache."""
         self._server.refuse()
         self._stop_timers()
-        for waiter in self._waiters.values():
-            waiter.cancel()
         self._boot()
         await self._server.listen()
 
@@ -243,61 +204,27 @@ class SimulatedReplica:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _stop_timers(self) -> None:
-        for timer in (self._timer, *self._down):
-            if timer is not None:
-                timer.cancel()
+        for timer in self._down:
+            timer.cancel()
         self._down.clear()
-
-    # The engine in real time
+        self.driver.stop()
 
     def _now(self) -> float:
-        return asyncio.get_running_loop().time()
+        return self.driver.now()
 
     def _pump(self) -> None:
-        """Bring the engine to the present, hand out what ended, wake up for what is next."""
-        engine, loop = self.engine, asyncio.get_running_loop()
-        engine.advance(loop.time())
-        for outcome in engine.take_outcomes():
-            waiter = self._waiters.pop(outcome.job.id, None)
-            if waiter is not None and not waiter.done():
-                waiter.set_result(outcome)
-        if not engine.busy():
-            for idle in self._idle_waiters:
-                if not idle.done():
-                    idle.set_result(None)
-            self._idle_waiters.clear()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        next_s = engine.next_event_s()
-        if next_s is not None:
-            self._timer = loop.call_at(next_s, self._pump)
-        if engine.dead and not self._died:
-            self._died = True
-            if self.config.exit_s != float("inf"):
-                self._down.append(loop.call_later(self.config.exit_s, self._exit))
+        self.driver.pump()
+
+    def _on_death(self) -> None:
+        if self.config.exit_s != float("inf"):
+            loop = asyncio.get_running_loop()
+            self._down.append(loop.call_later(self.config.exit_s, self._exit))
 
     def _reload(self, adapter: Adapter) -> str | None:
         try:
             return read_adapter(adapter.path, self.config.max_lora_rank, self._read)
         except (OSError, Unreadable):
             return None
-
-    def _submit(self, job: Job) -> asyncio.Future[Outcome]:
-        waiter: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._waiters[job.id] = waiter
-        self.engine.submit(self._now(), job)
-        self._pump()
-        return waiter
-
-    def _abort(self, ids: Sequence[str] | None) -> int:
-        count = self.engine.abort(self._now(), ids)
-        self._pump()
-        return count
-
-    def _alive(self) -> None:
-        if self.engine.dead:
-            raise Refused(error(500, "InternalServerError", replies.ENGINE_DEAD))
 
     # One request
 
@@ -343,10 +270,10 @@ class SimulatedReplica:
             "/load": {get: _constant({"server_load": 0})},
             "/metrics": {get: self._metrics},
             "/v1/models": {get: self._models},
-            "/v1/completions": {post: self._completions},
-            "/v1/chat/completions": {post: self._chat},
-            "/v1/messages": {post: self._messages},
-            "/inference/v1/generate": {post: self._generate},
+            "/v1/completions": {post: self._generations.completions},
+            "/v1/chat/completions": {post: self._generations.chat},
+            "/v1/messages": {post: self._generations.messages},
+            "/inference/v1/generate": {post: self._generations.generate},
             "/tokenize": {post: self._tokenize},
             "/detokenize": {post: self._detokenize},
             "/v1/completions/render": {post: self._render},
@@ -403,7 +330,7 @@ class SimulatedReplica:
         return json_reply({"object": "list", "data": cards})
 
     async def _server_info(self, arrival: Arrival) -> Reply:
-        form = _choice(arrival, "config_format", ("text", "json"))
+        form = choice(arrival, "config_format", ("text", "json"))
         return json_reply(
             replies.server_info(
                 model=self.config.model,
@@ -419,16 +346,16 @@ class SimulatedReplica:
         )
 
     async def _world_size(self, arrival: Arrival) -> Reply:
-        whole = _flag(arrival, "include_dp", True)
+        whole = flag(arrival, "include_dp", True)
         return json_reply({"world_size": self.config.data_parallel_size if whole else 1})
 
     # Adapters
 
     async def _load_adapter(self, arrival: Arrival) -> Reply:
-        body = _json_object(arrival)
-        name, path = _strings(body, "lora_name", "lora_path")
-        inplace = _body_flag(body, "load_inplace")
-        _body_flag(body, "is_3d_lora_weight")
+        body = json_object(arrival)
+        name, path = strings(body, "lora_name", "lora_path")
+        inplace = body_flag(body, "load_inplace")
+        body_flag(body, "is_3d_lora_weight")
         return await self._load(name, path, inplace)
 
     async def _load(self, name: str, path: str, inplace: bool) -> Reply:
@@ -443,7 +370,7 @@ class SimulatedReplica:
                     "the adapter in place, set 'load_inplace' to True."
                 )
                 return error(400, "InvalidUserInput", text)
-            self._alive()
+            self._generations.alive()
             if not self.config.lora:
                 text = "LoRA is not enabled. Use --enable-lora to enable LoRA."
                 return replies.worker_failed("add_lora", text)
@@ -460,12 +387,12 @@ class SimulatedReplica:
             self._pump()
             if self.config.engine.load_s:
                 await asyncio.sleep(self.config.engine.load_s)
-            self._alive()
+            self._generations.alive()
             self.names[name] = adapter
             return replies.text_reply(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def _unload_adapter(self, arrival: Arrival) -> Reply:
-        (name,) = _strings(_json_object(arrival), "lora_name")
+        (name,) = strings(json_object(arrival), "lora_name")
         return self._unload(name)
 
     def _unload(self, name: str) -> Reply:
@@ -478,9 +405,9 @@ class SimulatedReplica:
         return replies.text_reply(f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def _post_adapter(self, arrival: Arrival) -> Reply:
-        body = _json_object(arrival)
-        name, path = _strings(body, "name", "src")
-        reply = await self._load(name, path, _body_flag(body, "load_inplace"))
+        body = json_object(arrival)
+        name, path = strings(body, "name", "src")
+        reply = await self._load(name, path, body_flag(body, "load_inplace"))
         done = reply.status == 200
         return replies.text_reply(f"Adapter {name} registered") if done else reply
 
@@ -493,25 +420,19 @@ class SimulatedReplica:
     # Pause, sleep, caches
 
     async def _pause(self, arrival: Arrival) -> Reply:
-        mode = _choice(arrival, "mode", ("abort", "wait", "keep"))
-        if _flag(arrival, "wait_for_inflight_requests", False):
+        mode = choice(arrival, "mode", ("abort", "wait", "keep"))
+        if flag(arrival, "wait_for_inflight_requests", False):
             mode = "wait"
-        clear = _flag(arrival, "clear_cache", True)
+        clear = flag(arrival, "clear_cache", True)
         self._alive_or("pause generation")
         self.engine.pause(self._now(), mode, clear)
         self._pump()
         if mode == "wait":
-            while self.engine.busy():
-                await self._idle()
+            await self.driver.idle()
             if clear:
                 self.engine.reset_prefix_cache(self._now())
             self._pump()
         return json_reply({"status": "paused"})
-
-    async def _idle(self) -> None:
-        idle: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._idle_waiters.append(idle)
-        await idle
 
     async def _resume(self, arrival: Arrival) -> Reply:
         self._alive_or("resume generation")
@@ -529,22 +450,23 @@ class SimulatedReplica:
             raise Refused(json_reply({"error": text}, 500))
 
     async def _abort_requests(self, arrival: Arrival) -> Reply:
-        ids = _loose_json(arrival).get("request_ids")
+        ids = loose_json(arrival).get("request_ids")
         if ids:
-            self._abort([i for external in ids for i in self._external.get(external, ())])
+            known = self._generations.external
+            self.driver.abort([i for external in ids for i in known.get(external, ())])
             return json_reply({"status": "aborted", "aborted": len(ids)})
-        return json_reply({"status": "aborted", "aborted": self._abort(None)})
+        return json_reply({"status": "aborted", "aborted": self.driver.abort(None)})
 
     async def _reset_prefix_cache(self, arrival: Arrival) -> Reply:
-        running = _flag(arrival, "reset_running_requests", False)
-        _flag(arrival, "reset_external", False)
-        self._alive()
+        running = flag(arrival, "reset_running_requests", False)
+        flag(arrival, "reset_external", False)
+        self._generations.alive()
         success = self.engine.reset_prefix_cache(self._now(), running)
         self._pump()
         return json_reply({"success": success})
 
     async def _reset_other_cache(self, arrival: Arrival) -> Reply:
-        self._alive()
+        self._generations.alive()
         return Reply(200, b"", "")
 
     async def _sleep(self, arrival: Arrival) -> Reply:
@@ -553,27 +475,27 @@ class SimulatedReplica:
             level = int(query.get("level", "1"))
         except ValueError as trouble:
             raise bad_request(str(trouble)) from trouble
-        self._alive()
+        self._generations.alive()
         self.engine.pause(self._now(), query.get("mode", "abort"), clear_cache=level > 0)
         self._pump()
         self.sleeping = True
         return Reply(200, b"", "")
 
     async def _wake_up(self, arrival: Arrival) -> Reply:
-        self._alive()
+        self._generations.alive()
         self.sleeping = False
         self.engine.resume(self._now())
         self._pump()
         return Reply(200, b"", "")
 
     async def _is_sleeping(self, arrival: Arrival) -> Reply:
-        self._alive()
+        self._generations.alive()
         return json_reply({"is_sleeping": self.sleeping})
 
     # Weights in place
 
     def _needs_transfer(self) -> None:
-        self._alive()
+        self._generations.alive()
         if not self.config.weight_transfer:
             text = (
                 "Weight transfer not configured. Please set weight_transfer_config to enable "
@@ -582,9 +504,9 @@ class SimulatedReplica:
             raise Refused(_rpc_failed(text))
 
     async def _init_transfer(self, arrival: Arrival) -> Reply:
-        info = _loose_json(arrival).get("init_info")
+        info = loose_json(arrival).get("init_info")
         if info is None:
-            raise _detail("Missing 'init_info' in request body")
+            raise detail("Missing 'init_info' in request body")
         self._needs_transfer()
         self.transfer_ready = True
         return json_reply({"message": "Weight transfer initialized"})
@@ -598,8 +520,8 @@ class SimulatedReplica:
         return json_reply({"message": "Weight update started"})
 
     async def _update_weights(self, arrival: Arrival) -> Reply:
-        if _loose_json(arrival).get("update_info") is None:
-            raise _detail("Missing 'update_info' in request body")
+        if loose_json(arrival).get("update_info") is None:
+            raise detail("Missing 'update_info' in request body")
         self._needs_transfer()
         if not self.updating:
             raise self._no_session()
@@ -608,7 +530,7 @@ class SimulatedReplica:
         return json_reply({"message": "Weights updated"})
 
     async def _finish_update(self, arrival: Arrival) -> Reply:
-        body = _json_object(arrival) if arrival.body else {}
+        body = json_object(arrival) if arrival.body else {}
         self._needs_transfer()
         if not self.updating:
             raise self._no_session()
@@ -622,14 +544,14 @@ class SimulatedReplica:
         return Refused(_rpc_failed("No active weight update session."))
 
     async def _weight_info(self, arrival: Arrival) -> Reply:
-        self._alive()
+        self._generations.alive()
         return json_reply({"weight_version": self.weight_version})
 
     async def _update_version(self, arrival: Arrival) -> Reply:
-        body = _json_object(arrival, embedded=True)
+        body = json_object(arrival, embedded=True)
         if "new_version" not in body:
             raise invalid(missing(("body", "new_version"), None))
-        self._alive()
+        self._generations.alive()
         self.weight_version = str(body["new_version"])
         return json_reply({"success": True, "new_version": self.weight_version})
 
@@ -637,11 +559,11 @@ class SimulatedReplica:
         try:
             body = json.loads(arrival.body)
         except ValueError as trouble:
-            raise _detail(f"JSON decode error: {trouble}") from trouble
+            raise detail(f"JSON decode error: {trouble}") from trouble
         method = body.get("method")
         if method is None:
-            raise _detail("Missing 'method' in request body")
-        self._alive()
+            raise detail("Missing 'method' in request body")
+        self._generations.alive()
         if method == "list_loras":
             return json_reply({"results": [list(self.engine.adapters)]})
         text = f"'CPUWorker' object has no attribute '{method}'"
@@ -650,13 +572,13 @@ class SimulatedReplica:
     # Tokens without an engine
 
     async def _tokenize(self, arrival: Arrival) -> Reply:
-        body = _json_object(arrival)
+        body = json_object(arrival)
         if "prompt" not in body and "messages" not in body:
             place = ("body", "function-wrap[__log_extra_fields__()]")
             raise invalid(*(missing((*place, key), body) for key in ("prompt", "messages")))
-        self._check_model(body)
+        self._generations.check_model(body)
         if "messages" in body:
-            ids = tokens.chat_tokens(_conversation(body["messages"]))
+            ids = tokens.chat_tokens(turns(body["messages"]))
         else:
             ids = tokens.encode(body["prompt"])
         shown = [tokens.decode([i]) for i in ids] if body.get("return_token_strs") else None
@@ -670,526 +592,26 @@ class SimulatedReplica:
         )
 
     async def _detokenize(self, arrival: Arrival) -> Reply:
-        body = _json_object(arrival)
+        body = json_object(arrival)
         if "tokens" not in body:
             raise invalid(missing(("body", "tokens"), body))
-        self._check_model(body)
+        self._generations.check_model(body)
         return json_reply({"prompt": tokens.decode(body["tokens"])})
 
     async def _render(self, arrival: Arrival) -> Reply:
-        body = _json_object(arrival)
-        self._check_model(body)
+        body = json_object(arrival)
+        self._generations.check_model(body)
         limits: dict[str, Any] = {}
         if "messages" in body:
-            kind, ids = "chatcmpl", [tokens.chat_tokens(_conversation(body["messages"]))]
+            kind, ids = "chatcmpl", [tokens.chat_tokens(turns(body["messages"]))]
             limits["max_tokens"] = self.config.max_model_len - len(ids[0])
         else:
-            kind, ids = "cmpl", _prompts(body.get("prompt") or "")
+            kind, ids = "cmpl", token_prompts(body.get("prompt") or "")
         shown = [
             replies.rendered(f"{kind}-{secrets.token_hex(8)}", one, self.config.model, limits)
             for one in ids
         ]
         return json_reply(shown if kind == "cmpl" else shown[0])
-
-    # Generation
-
-    def _check_model(self, body: Mapping[str, Any]) -> Adapter | None:
-        """The adapter a request names, None for the base. Adapters come first, as in vLLM."""
-        name = body.get("model")
-        if name in self.names:
-            return self.names[name]
-        if name and name != self.config.model:
-            raise replies.unknown_model(name)
-        return None
-
-    def _sampling(
-        self, body: Mapping[str, Any], max_tokens: int | None, logprobs: int | None
-    ) -> _Sampling:
-        """Checks in vLLM's order (sampling_params.py, _verify_args)."""
-        n = body.get("n", 1)
-        limit = self.config.max_model_len
-        if max_tokens is not None and max_tokens > limit:
-            text = (
-                f"max_tokens={max_tokens} cannot be greater than max_model_len="
-                f"max_total_tokens={limit}. Please request fewer output tokens."
-            )
-            raise bad_request(text, "max_tokens", max_tokens)
-        if n is not None and n < 1:
-            raise bad_request(f"n must be at least 1, got {n}.")
-        temperature = 1.0 if body.get("temperature") is None else float(body["temperature"])
-        if temperature < 0:
-            text = f"temperature must be non-negative, got {temperature}."
-            raise bad_request(text, "temperature", temperature)
-        top_p = 1.0 if body.get("top_p") is None else float(body["top_p"])
-        if not 0 < top_p <= 1:
-            raise bad_request(f"top_p must be in (0, 1], got {top_p}.", "top_p", top_p)
-        if max_tokens is not None and max_tokens < 1:
-            text = f"max_tokens must be at least 1, got {max_tokens}."
-            raise bad_request(text, "max_tokens", max_tokens)
-        least = body.get("min_tokens") or 0
-        if max_tokens is not None and least > max_tokens:
-            raise bad_request(
-                f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {least}."
-            )
-        if logprobs is not None and logprobs > 20:
-            text = f"Requested sample logprobs of {logprobs}, which is greater than max allowed: 20"
-            raise bad_request(text, "logprobs", logprobs)
-        seed = body.get("seed")
-        draw = ""
-        if temperature:
-            draw = f"seed {seed}" if seed is not None else f"draw {next(self._ids)}"
-        return _Sampling(
-            max_tokens=max_tokens or 0,
-            n=n or 1,
-            draw=draw,
-            ignore_eos=bool(body.get("ignore_eos")),
-            logprobs=logprobs,
-            token_ids=bool(body.get("return_token_ids")),
-            stream=bool(body.get("stream")),
-            include_usage=bool((body.get("stream_options") or {}).get("include_usage")),
-        )
-
-    def _check_length(self, prompt: Sequence[int], max_tokens: int) -> None:
-        limit = self.config.max_model_len
-        if len(prompt) + max_tokens > limit:
-            text = (
-                f"This model's maximum context length is {limit} tokens. However, you requested "
-                f"{max_tokens} output tokens and your prompt contains {len(prompt)} input tokens, "
-                f"for a total of {len(prompt) + max_tokens} tokens. Please reduce the length of "
-                "the input prompt or the number of requested output tokens."
-            )
-            raise bad_request(text, "input_tokens", len(prompt))
-        worst = max(prompt, default=0)
-        if worst >= self.config.vocab_size:
-            raise bad_request(f"Token id {worst} is out of vocabulary")
-
-    def _begin(
-        self,
-        external: str,
-        adapter: Adapter | None,
-        prompts: Sequence[Sequence[int]],
-        sampling: _Sampling,
-    ) -> list[_Generation]:
-        self._alive()
-        name = adapter.name if adapter is not None else ""
-        generations: list[_Generation] = []
-        for prompt in prompts:
-            blocks = chain(name, prompt, self.config.engine.block_tokens)
-            for i in range(sampling.n):
-                draw = f"{sampling.draw} {i}" if sampling.draw else ""
-                length, reason = sampling.max_tokens, "length"
-                mean = self.config.mean_output_tokens
-                if mean is not None and not sampling.ignore_eos:
-                    natural = tokens.reply_length(prompt, draw, mean)
-                    if natural <= length:
-                        length, reason = natural, "stop"
-                number = len(generations)
-                job = Job(
-                    f"{external}-{number}-{next(self._ids)}",
-                    blocks,
-                    len(prompt),
-                    length,
-                    adapter,
-                    reason,
-                )
-                generations.append(_Generation(job, prompt, draw))
-                self._external.setdefault(f"{external}-{number}", []).append(job.id)
-        for generation in generations:
-            generation.done = self._submit(generation.job)
-        return generations
-
-    async def _end(self, external: str, generations: Sequence[_Generation]) -> list[Outcome]:
-        """Wait for all; if the client leaves meanwhile, they are aborted."""
-        try:
-            outcomes = [await g.done for g in generations]
-        finally:
-            self._forget(external, generations)
-        if any(o.reason == "error" for o in outcomes):
-            raise Refused(error(500, "InternalServerError", replies.ENGINE_DEAD))
-        for generation, outcome in zip(generations, outcomes, strict=True):
-            self._remember(generation, outcome)
-        return outcomes
-
-    def _forget(self, external: str, generations: Sequence[_Generation]) -> None:
-        open_ids = [g.job.id for g in generations if g.job.id in self._waiters]
-        if open_ids:
-            for i in open_ids:
-                self._waiters.pop(i).cancel()
-            self._abort(open_ids)
-        for number in range(len(generations)):
-            self._external.pop(f"{external}-{number}", None)
-
-    def _remember(self, generation: _Generation, outcome: Outcome) -> None:
-        """Blocks filled by the reply are cached too: the next turn's prompt starts with them."""
-        size = self.config.engine.block_tokens
-        if (outcome.job.prompt_tokens + outcome.tokens) // size > len(outcome.job.blocks):
-            name = outcome.job.adapter.name if outcome.job.adapter is not None else ""
-            whole = [*generation.prompt, *_tokens(generation, outcome)]
-            self.engine.store(chain(name, whole, size), outcome.weights)
-
-    async def _completions(self, arrival: Arrival) -> Reply:
-        body = _json_body(arrival)
-        if not isinstance(body, dict):
-            kind = type(body).__name__
-            text = f"'{kind}' object has no attribute 'get'"
-            return replies.raised(error(500, "InternalServerError", text))
-        if not body.get("prompt") and body.get("prompt") != []:
-            text = "Either prompt or prompt_embeds must be provided and non-empty."
-            raise bad_request(text, "prompt")
-        _check_prompt(body["prompt"])
-        _check_seed(body)
-        adapter = self._check_model(body)
-        prompts = _prompts(body["prompt"])
-        if not prompts:
-            raise bad_request("You must pass at least one prompt")
-        if not all(prompts):
-            raise bad_request("The decoder prompt cannot be empty")
-        given = body.get("max_tokens")
-        sampling = self._sampling(body, 16 if given is None else given, body.get("logprobs"))
-        for prompt in prompts:
-            self._check_length(prompt, sampling.max_tokens)
-        request_id = body.get("request_id") or arrival.header("x-request-id")
-        external = f"cmpl-{request_id or secrets.token_hex(8)}"
-        generations = self._begin(external, adapter, prompts, sampling)
-        base: dict[str, Any] = {
-            "id": external,
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": body.get("model") or self.config.model,
-        }
-        if sampling.stream:
-            pieces = self._stream_completion(external, base, generations, sampling, len(prompts))
-            return Reply(200, b"", "text/event-stream; charset=utf-8", (), pieces)
-        outcomes = await self._end(external, generations)
-        choices = []
-        for i, (generation, outcome) in enumerate(zip(generations, outcomes, strict=True)):
-            ids = _tokens(generation, outcome)
-            choices.append(
-                {
-                    "index": i,
-                    "text": tokens.decode(ids),
-                    "logprobs": _completion_logprobs(generation, outcome, sampling.logprobs),
-                    "finish_reason": outcome.reason,
-                    "stop_reason": None,
-                    "token_ids": ids if sampling.token_ids else None,
-                    "prompt_logprobs": None,
-                    "prompt_token_ids": generation.prompt if sampling.token_ids else None,
-                    "routed_experts": None,
-                }
-            )
-        read = sum(map(len, prompts))
-        reply = json_reply(
-            base
-            | {
-                "choices": choices,
-                "service_tier": None,
-                "system_fingerprint": replies.FINGERPRINT,
-                "usage": replies.usage(read, sum(o.tokens for o in outcomes)),
-                "kv_transfer_params": None,
-                "ec_transfer_params": None,
-                "metrics": None,
-            }
-        )
-        return self._with_load(arrival, reply)
-
-    def _with_load(self, arrival: Arrival, reply: Reply) -> Reply:
-        """The per-response load that a request header asks for."""
-        form = (arrival.header("endpoint-load-metrics-format") or "").upper()
-        waiting, usage = float(self.engine.gauges.waiting), self.engine.gauges.kv_usage
-        if form == "JSON":
-            load = {
-                "named_metrics": {"num_requests_waiting": waiting, "kv_cache_usage_perc": usage}
-            }
-            return with_headers(reply, ("endpoint-load-metrics", f"JSON {json.dumps(load)}"))
-        if form == "TEXT":
-            text = (
-                f"TEXT named_metrics.num_requests_waiting={waiting}, "
-                f"named_metrics.kv_cache_usage_perc={usage}"
-            )
-            return with_headers(reply, ("endpoint-load-metrics", text))
-        return reply
-
-    async def _progress(
-        self, external: str, generations: Sequence[_Generation]
-    ) -> AsyncIterator[tuple[int, int, Outcome | None]]:
-        """(choice, token number, outcome with the last token); token -1: ended without one."""
-        sent = [0] * len(generations)
-        open_choices = set(range(len(generations)))
-        try:
-            while open_choices:
-                waiting = [generations[i].done for i in open_choices]
-                # Several steps may fit into one turn; no need to wake up for each.
-                pace_s = max(self.engine.step_s(), 0.002)
-                await asyncio.wait(waiting, timeout=pace_s, return_when="FIRST_COMPLETED")
-                self._pump()
-                for i in sorted(open_choices):
-                    generation = generations[i]
-                    outcome = generation.done.result() if generation.done.done() else None
-                    if outcome is None:
-                        there = self.engine.produced(generation.job.id)
-                        there = min(there, generation.job.output_tokens - 1)
-                        generation.weights = self.engine.weights(generation.job.id)
-                    else:
-                        generation.weights = outcome.weights
-                        there = outcome.tokens
-                        open_choices.discard(i)
-                    for number in range(sent[i], there):
-                        last = outcome if number == there - 1 else None
-                        yield i, number, last
-                    if outcome is not None and sent[i] >= there:
-                        yield i, -1, outcome
-                    sent[i] = max(sent[i], there)
-                    if outcome is not None:
-                        self._remember(generation, outcome)
-        finally:
-            self._forget(external, generations)
-
-    async def _stream_completion(
-        self,
-        external: str,
-        base: dict[str, Any],
-        generations: Sequence[_Generation],
-        sampling: _Sampling,
-        prompts: int,
-    ) -> AsyncIterator[bytes]:
-        written = 0
-        async for i, number, outcome in self._progress(external, generations):
-            generation = generations[i]
-            if outcome is not None and outcome.reason == "error":
-                yield _event(
-                    orjson.loads(error(500, "InternalServerError", replies.ENGINE_DEAD).body)
-                )
-                yield b"data: [DONE]\n\n"
-                return
-            ids = [generation.token(number)] if number >= 0 else []
-            written += len(ids)
-            logprobs = None
-            if sampling.logprobs is not None and ids:
-                logprobs = _logprob_lists(generation, number, number + 1, sampling.logprobs)
-            content: dict[str, Any] = base | {
-                "choices": [
-                    {
-                        "index": i,
-                        "text": tokens.decode(ids),
-                        "logprobs": logprobs,
-                        "finish_reason": outcome.reason if outcome is not None else None,
-                        "stop_reason": None,
-                        "prompt_token_ids": (
-                            generation.prompt if sampling.token_ids and number == 0 else None
-                        ),
-                        "token_ids": ids if sampling.token_ids else None,
-                    }
-                ]
-            }
-            if outcome is not None and not sampling.include_usage:
-                content["system_fingerprint"] = replies.FINGERPRINT
-            yield _event(content)
-        if sampling.include_usage:
-            read = sum(len(g.prompt) for g in generations) // sampling.n
-            counts = replies.usage(read, written, details=False)
-            yield _event(
-                base | {"choices": [], "usage": counts, "system_fingerprint": replies.FINGERPRINT}
-            )
-        yield b"data: [DONE]\n\n"
-
-    def _start_chat(
-        self, body: Mapping[str, Any], arrival: Arrival
-    ) -> tuple[str, _Sampling, list[int], list[_Generation]]:
-        if "messages" not in body:
-            raise invalid(missing(("body", "messages"), body))
-        _check_seed(body)
-        adapter = self._check_model(body)
-        conversation = _conversation(body["messages"])
-        if not conversation:
-            raise bad_request(
-                "Cannot apply chat template to an empty conversation. Provide at least one message."
-            )
-        prompt = tokens.chat_tokens(conversation)
-        given = body.get("max_completion_tokens") or body.get("max_tokens")
-        rest = max(self.config.max_model_len - len(prompt), 1)
-        top = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
-        sampling = self._sampling(body, rest if given is None else given, top)
-        self._check_length(prompt, sampling.max_tokens)
-        request_id = body.get("request_id") or arrival.header("x-request-id")
-        external = f"chatcmpl-{request_id or secrets.token_hex(8)}"
-        return external, sampling, prompt, self._begin(external, adapter, [prompt], sampling)
-
-    async def _chat(self, arrival: Arrival) -> Reply:
-        body = _json_object(arrival)
-        external, sampling, prompt, generations = self._start_chat(body, arrival)
-        base: dict[str, Any] = {
-            "id": external,
-            "object": "chat.completion.chunk" if sampling.stream else "chat.completion",
-            "created": int(time.time()),
-            "model": body.get("model") or self.config.model,
-        }
-        if sampling.stream:
-            pieces = self._stream_chat(external, base, generations, sampling)
-            return Reply(200, b"", "text/event-stream; charset=utf-8", (), pieces)
-        outcomes = await self._end(external, generations)
-        choices = []
-        for i, (generation, outcome) in enumerate(zip(generations, outcomes, strict=True)):
-            ids = _tokens(generation, outcome)
-            choices.append(
-                {
-                    "index": i,
-                    "message": {
-                        "role": "assistant",
-                        "content": tokens.decode(ids),
-                        "refusal": None,
-                        "annotations": None,
-                        "audio": None,
-                        "function_call": None,
-                        "reasoning": None,
-                    },
-                    "logprobs": _chat_logprobs(generation, 0, len(ids), sampling.logprobs),
-                    "finish_reason": outcome.reason,
-                    "stop_reason": None,
-                    "token_ids": ids if sampling.token_ids else None,
-                    "routed_experts": None,
-                }
-            )
-        return self._with_load(
-            arrival,
-            json_reply(
-                base
-                | {
-                    "choices": choices,
-                    "service_tier": None,
-                    "system_fingerprint": replies.FINGERPRINT,
-                    "usage": replies.usage(len(prompt), sum(o.tokens for o in outcomes)),
-                    "prompt_logprobs": None,
-                    "prompt_token_ids": prompt if sampling.token_ids else None,
-                    "prompt_text": None,
-                    "kv_transfer_params": None,
-                    "ec_transfer_params": None,
-                    "metrics": None,
-                }
-            ),
-        )
-
-    async def _stream_chat(
-        self,
-        external: str,
-        base: dict[str, Any],
-        generations: Sequence[_Generation],
-        sampling: _Sampling,
-    ) -> AsyncIterator[bytes]:
-        first = True
-        written = 0
-        async for i, number, outcome in self._progress(external, generations):
-            generation = generations[i]
-            if first:
-                first = False
-                for j, other in enumerate(generations):
-                    start = {
-                        "index": j,
-                        "delta": {"role": "assistant", "content": ""},
-                        "logprobs": None,
-                        "finish_reason": None,
-                    }
-                    shown = other.prompt if sampling.token_ids else None
-                    yield _event(
-                        base | {"choices": [start], "prompt_token_ids": shown, "prompt_text": None}
-                    )
-            if outcome is not None and outcome.reason == "error":
-                yield _event(
-                    orjson.loads(error(500, "InternalServerError", replies.ENGINE_DEAD).body)
-                )
-                yield b"data: [DONE]\n\n"
-                return
-            ids = [generation.token(number)] if number >= 0 else []
-            written += len(ids)
-            choice: dict[str, Any] = {
-                "index": i,
-                "delta": {"content": tokens.decode(ids)},
-                "logprobs": _chat_logprobs(generation, number, number + 1, sampling.logprobs)
-                if ids
-                else None,
-                "finish_reason": None,
-            }
-            content: dict[str, Any] = base | {"choices": [choice]}
-            if outcome is not None:
-                choice |= {"finish_reason": outcome.reason, "stop_reason": None}
-            if outcome is not None and not sampling.include_usage:
-                content["system_fingerprint"] = replies.FINGERPRINT
-            choice["token_ids"] = ids if sampling.token_ids else None
-            yield _event(content)
-        if sampling.include_usage:
-            counts = replies.usage(len(generations[0].prompt), written, details=False)
-            yield _event(
-                base | {"choices": [], "usage": counts, "system_fingerprint": replies.FINGERPRINT}
-            )
-        yield b"data: [DONE]\n\n"
-
-    async def _messages(self, arrival: Arrival) -> Reply:
-        """Anthropic's shape; no streaming here."""
-        body = _json_object(arrival)
-        try:
-            external, _, prompt, generations = self._start_chat(body, arrival)
-            (outcome,) = await self._end(external, generations)
-        except Refused as refused:
-            detail = orjson.loads(refused.reply.body)["error"]
-            shown = {"type": detail["type"], "message": detail["message"]}
-            return json_reply({"type": "error", "error": shown}, refused.reply.status)
-        reason = {"length": "max_tokens", "stop": "end_turn"}.get(outcome.reason)
-        text = tokens.decode(_tokens(generations[0], outcome))
-        return json_reply(
-            {
-                "id": external,
-                "type": "message",
-                "role": "assistant",
-                "content": [{"type": "text", "text": text}],
-                "model": body.get("model") or self.config.model,
-                **({"stop_reason": reason} if reason is not None else {}),
-                "usage": {"input_tokens": len(prompt), "output_tokens": outcome.tokens},
-            }
-        )
-
-    async def _generate(self, arrival: Arrival) -> Reply:
-        """vLLM's own token-in, token-out endpoint; no streaming here."""
-        body = _json_object(arrival)
-        if "token_ids" not in body:
-            raise invalid(missing(("body", "token_ids"), body))
-        adapter = self._check_model(body)
-        given = body.get("sampling_params") or {}
-        sampling = self._sampling(given, given.get("max_tokens") or 16, given.get("logprobs"))
-        self._check_length(body["token_ids"], sampling.max_tokens)
-        external = f"generate-tokens-{secrets.token_hex(8)}"
-        generations = self._begin(external, adapter, [body["token_ids"]], sampling)
-        outcomes = await self._end(external, generations)
-        choices = []
-        for i, (generation, outcome) in enumerate(zip(generations, outcomes, strict=True)):
-            ids = _tokens(generation, outcome)
-            shown = None
-            if sampling.logprobs is not None:
-                values = generation.logprobs(len(ids))
-                one = [
-                    {"token": f"token_id:{t}", "logprob": v, "bytes": None}
-                    for t, v in zip(ids, values, strict=True)
-                ]
-                shown = {"content": [e | {"top_logprobs": [e]} for e in one]}
-            choices.append(
-                {
-                    "index": i,
-                    "logprobs": shown,
-                    "finish_reason": outcome.reason,
-                    "token_ids": ids,
-                    "routed_experts": None,
-                }
-            )
-        return json_reply(
-            {
-                "request_id": external,
-                "model": body.get("model") or self.config.model,
-                "created": int(time.time()),
-                "choices": choices,
-                "usage": replies.usage(len(body["token_ids"]), sum(o.tokens for o in outcomes)),
-                "prompt_logprobs": None,
-                "kv_transfer_params": None,
-                "ec_transfer_params": None,
-            }
-        )
 
     # Remote control
 
@@ -1238,77 +660,8 @@ class SimulatedReplica:
         }
 
 
-@dataclass(slots=True, eq=False)
-class _Generation:
-    """One choice of one request while it is made."""
-
-    job: Job
-    prompt: Sequence[int]
-    draw: str
-    weights: str = ""
-    done: asyncio.Future[Outcome] = field(init=False)
-    _made: tuple[str, list[int]] = ("", [])
-
-    def token(self, number: int) -> int:
-        """Token ``number`` under the weights known by now."""
-        if self._made[0] != self.weights or len(self._made[1]) <= number:
-            length = max(self.job.output_tokens, number + 1)
-            made = tokens.reply_tokens(self.weights, self.prompt, self.draw, length)
-            if self.job.reason == "stop":
-                made[-1] = tokens.IM_END
-            self._made = (self.weights, made)
-        return self._made[1][number]
-
-    def logprobs(self, count: int) -> list[float]:
-        return tokens.logprobs(self.weights, self.prompt, self.draw, count)
-
-
-def _tokens(generation: _Generation, outcome: Outcome) -> list[int]:
-    generation.weights = outcome.weights
-    return [generation.token(number) for number in range(outcome.tokens)]
-
-
-def _logprob_lists(generation: _Generation, start: int, end: int, top: int) -> dict[str, Any]:
-    """Log-probabilities of tokens ``start`` to ``end`` as /v1/completions shows them."""
-    values = generation.logprobs(end)[start:end]
-    texts = [tokens.decode([generation.token(i)]) for i in range(start, end)]
-    offsets = list(itertools.accumulate((len(t) for t in texts), initial=0))[:-1]
-    return {
-        "text_offset": offsets,
-        "token_logprobs": values,
-        "tokens": texts,
-        "top_logprobs": [
-            {text: value} | {f"{k}": value - 1 - k for k in range(top) if f"{k}" != text}
-            for text, value in zip(texts, values, strict=True)
-        ],
-    }
-
-
-def _completion_logprobs(
-    generation: _Generation, outcome: Outcome, top: int | None
-) -> dict[str, Any] | None:
-    return None if top is None else _logprob_lists(generation, 0, outcome.tokens, top)
-
-
-def _chat_logprobs(
-    generation: _Generation, start: int, end: int, top: int | None
-) -> dict[str, Any] | None:
-    if top is None:
-        return None
-    values = generation.logprobs(end)[start:end]
-    content = []
-    for number, value in zip(range(start, end), values, strict=True):
-        piece = tokens.piece(generation.token(number))
-        entry = {"token": piece.decode("utf-8", "replace"), "logprob": value, "bytes": list(piece)}
-        others = [
-            {"token": f"{k}", "logprob": value - 1 - k, "bytes": [48 + k]} for k in range(top - 1)
-        ]
-        content.append(entry | {"top_logprobs": [entry, *others][:top]})
-    return {"content": content}
-
-
-def _event(content: Mapping[str, Any]) -> bytes:
-    return b"data: %b\n\n" % orjson.dumps(content)
+def _rpc_failed(text: str) -> Reply:
+    return replies.raised(replies.worker_failed("collective_rpc", text))
 
 
 def _constant(content: object) -> Route:
@@ -1323,209 +676,6 @@ def _page(body: bytes) -> Route:
         return Reply(200, body, "text/html; charset=utf-8")
 
     return answer
-
-
-# What FastAPI and vLLM check before a handler sees a request
-
-
-def _json_body(arrival: Arrival) -> Any:
-    """The parsed body of an endpoint that insists on JSON."""
-    kind = (arrival.header("content-type") or "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        text = "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
-        raise Refused(error(400, "Bad Request", text))
-    return _parsed(arrival)
-
-
-def _parsed(arrival: Arrival) -> Any:
-    if not arrival.body:
-        raise invalid(missing(("body",), None))
-    try:
-        return json.loads(arrival.body)
-    except json.JSONDecodeError as trouble:
-        raise invalid(
-            {
-                "type": "json_invalid",
-                "loc": ("body", trouble.pos),
-                "msg": "JSON decode error",
-                "input": {},
-                "ctx": {"error": trouble.msg},
-            }
-        ) from trouble
-
-
-def _json_object(arrival: Arrival, *, embedded: bool = False) -> dict[str, Any]:
-    """``embedded``: a single field in the body, which FastAPI reads whatever its type is."""
-    body = _parsed(arrival) if embedded else _json_body(arrival)
-    if not isinstance(body, dict):
-        raise invalid(
-            {
-                "type": "model_attributes_type",
-                "loc": ("body",),
-                "msg": "Input should be a valid dictionary or object to extract fields from",
-                "input": body,
-            }
-        )
-    return body
-
-
-def _rpc_failed(text: str) -> Reply:
-    return replies.raised(replies.worker_failed("collective_rpc", text))
-
-
-def _detail(text: str) -> Refused:
-    return Refused(error(400, "Bad Request", text))
-
-
-def _loose_json(arrival: Arrival) -> dict[str, Any]:
-    """The body of the handlers that parse it themselves (dev/rlhf/api_router.py)."""
-    try:
-        body: dict[str, Any] = json.loads(arrival.body)
-    except ValueError as trouble:
-        raise _detail("Invalid JSON format") from trouble
-    return body
-
-
-def _strings(body: Mapping[str, Any], *names: str) -> list[str]:
-    errors: list[Mapping[str, object]] = []
-    for name in names:
-        if name not in body:
-            errors.append(missing(("body", name), dict(body)))
-        elif not isinstance(body[name], str):
-            errors.append(
-                {
-                    "type": "string_type",
-                    "loc": ("body", name),
-                    "msg": "Input should be a valid string",
-                    "input": body[name],
-                }
-            )
-    if errors:
-        raise invalid(*errors)
-    return [body[name] for name in names]
-
-
-def _bool(place: tuple[str, str], given: object) -> bool:
-    text = str(given).lower()
-    if text in ("1", "true", "t", "yes", "y", "on"):
-        return True
-    if text in ("0", "false", "f", "no", "n", "off"):
-        return False
-    raise invalid(
-        {
-            "type": "bool_parsing",
-            "loc": place,
-            "msg": "Input should be a valid boolean, unable to interpret input",
-            "input": given,
-        }
-    )
-
-
-def _body_flag(body: Mapping[str, Any], name: str) -> bool:
-    return _bool(("body", name), body.get(name, False))
-
-
-def _flag(arrival: Arrival, name: str, default: bool) -> bool:
-    return _bool(("query", name), arrival.query.get(name, default))
-
-
-def _choice(arrival: Arrival, name: str, choices: Sequence[str]) -> str:
-    """A query parameter that is one of ``choices``; the first is the default."""
-    given = arrival.query.get(name, choices[0])
-    if given not in choices:
-        quoted = [f"'{c}'" for c in choices]
-        expected = " or ".join([", ".join(quoted[:-1]), quoted[-1]])
-        raise invalid(
-            {
-                "type": "literal_error",
-                "loc": ("query", name),
-                "msg": f"Input should be {expected}",
-                "input": given,
-                "ctx": {"expected": expected},
-            }
-        )
-    return given
-
-
-def _is_token(item: object) -> bool:
-    return isinstance(item, int) and not isinstance(item, bool) and item >= 0
-
-
-def _check_prompt(prompt: Any) -> None:
-    """A prompt of a type vLLM does not know: pydantic tells what each member of the union wants."""
-    if isinstance(prompt, str):
-        return
-    if isinstance(prompt, list) and (
-        all(map(_is_token, prompt))
-        or all(isinstance(p, str) for p in prompt)
-        or all(isinstance(p, list) and all(map(_is_token, p)) for p in prompt)
-    ):
-        return
-    errors: list[Mapping[str, object]] = []
-
-    def wrong(kind: str, msg: str, given: object, *place: object, **context: object) -> None:
-        entry: dict[str, object] = {"type": kind, "loc": ("body", "prompt", *place), "msg": msg}
-        errors.append(entry | {"input": given} | ({"ctx": context} if context else {}))
-
-    no_list, no_string = "Input should be a valid list", "Input should be a valid string"
-    number, lists, strings = "list[constrained-int]", "list[list[constrained-int]]", "list[str]"
-    if not isinstance(prompt, list):
-        wrong("list_type", no_list, prompt, number)
-        wrong("list_type", no_list, prompt, lists)
-        wrong("string_type", no_string, prompt, "str")
-        wrong("list_type", no_list, prompt, strings)
-        raise invalid(*errors)
-    for i, item in enumerate(prompt):
-        if isinstance(item, int) and item < 0:
-            msg = "Input should be greater than or equal to 0"
-            wrong("greater_than_equal", msg, item, number, i, ge=0)
-        elif isinstance(item, str):
-            msg = "Input should be a valid integer, unable to parse string as an integer"
-            wrong("int_parsing", msg, item, number, i)
-        elif not isinstance(item, int):
-            wrong("int_type", "Input should be a valid integer", item, number, i)
-    for i, item in enumerate(prompt):
-        if not isinstance(item, list):
-            wrong("list_type", no_list, item, lists, i)
-    wrong("string_type", no_string, prompt, "str")
-    for i, item in enumerate(prompt):
-        if not isinstance(item, str):
-            wrong("string_type", no_string, item, strings, i)
-    raise invalid(*errors)
-
-
-def _check_seed(body: Mapping[str, Any]) -> None:
-    seed = body.get("seed")
-    if isinstance(seed, int) and seed > 2**63 - 1:
-        raise invalid(
-            {
-                "type": "less_than_equal",
-                "loc": ("body", "seed"),
-                "msg": f"Input should be less than or equal to {2**63 - 1}",
-                "input": seed,
-                "ctx": {"le": 2**63 - 1},
-            }
-        )
-
-
-def _prompts(prompt: Any) -> list[list[int]]:
-    """A completion's prompt in any of its forms as lists of token ids."""
-    if isinstance(prompt, str):
-        return [tokens.encode(prompt)]
-    if prompt and isinstance(prompt[0], int):
-        return [prompt]
-    return [tokens.encode(p) if isinstance(p, str) else p for p in prompt]
-
-
-def _conversation(messages: Any) -> list[tuple[str, str]]:
-    """Roles and texts; of content parts only the text."""
-    out = []
-    for message in messages:
-        content = message.get("content") or ""
-        if not isinstance(content, str):
-            content = "".join(part.get("text", "") for part in content)
-        out.append((message.get("role", "user"), content))
-    return out
 
 
 def _read_file(path: str) -> bytes:
