@@ -58,6 +58,15 @@ class LiveAdapter:
         return self.loaded_from != self.path
 
 
+def _plain(adapter: LiveAdapter) -> dict[str, str]:
+    return {
+        "name": adapter.name,
+        "path": adapter.path,
+        "loaded_from": adapter.loaded_from,
+        "digest": adapter.digest,
+    }
+
+
 @dataclass(slots=True)
 class Retired:
     """A name the trainer has unloaded and that is served still."""
@@ -202,6 +211,44 @@ class Ledger:
     def weights_changed_in_place(self) -> None:
         self.in_place_changed = True
         self.revision += 1
+
+    # Outliving the daemon
+
+    def snapshot(self) -> dict[str, object]:
+        """What a journal keeps: plain values. No times: they mean nothing to another process."""
+        return {
+            "live": [_plain(adapter) for adapter in self._live.values()],
+            "retired": [_plain(retired.adapter) for retired in self._retired.values()],
+            "cache_clears": self.cache_clears,
+            "in_place_changed": self.in_place_changed,
+            "first_shapes": {k: list(v) for k, v in (self.first_shapes or {}).items()},
+        }
+
+    def restore(self, snapshot: Mapping[str, object], now_s: float) -> None:
+        """Take a snapshot's state, in a ledger that holds nothing yet. Raises ValueError."""
+        try:
+            live, retired = snapshot["live"], snapshot["retired"]
+            assert isinstance(live, list)
+            assert isinstance(retired, list)
+            for plain in (*retired, *live):
+                self.commit(
+                    AdapterName(plain["name"]),
+                    plain["path"],
+                    now_s,
+                    loaded_from=plain["loaded_from"],
+                    digest=plain["digest"],
+                )
+            for plain in retired:
+                self.retire(plain["name"], now_s)
+            shapes = snapshot["first_shapes"]
+            assert isinstance(shapes, dict)
+            self.first_shapes = {k: tuple(v) for k, v in shapes.items()} or None
+            self.in_place_changed = snapshot["in_place_changed"] is True
+            clears = snapshot["cache_clears"]
+            assert isinstance(clears, int)
+            self.cache_clears = clears
+        except (AssertionError, KeyError, TypeError) as exc:
+            raise ValueError(f"not a snapshot of a ledger: {type(exc).__name__} {exc}") from exc
 
     # Slots
 

@@ -80,6 +80,11 @@ class Pause:
         return self._query is not None
 
     @property
+    def query(self) -> str | None:
+        """Of the pause that the trainer is told of; None if there is none."""
+        return None if self._query is None else self._query.decode("latin-1")
+
+    @property
     def target(self) -> str | None:
         """What a joining replica is to be sent so that it stands still too; None if it may run."""
         return _target("/pause", self._query) if self.real and self._query is not None else None
@@ -122,10 +127,10 @@ class Pause:
             return (*paused, *failed, *unknown)
         return (*paused, *unknown)
 
-    def found(self) -> None:
-        """A daemon before this one paused the replicas of this run, and the trainer will resume."""
-        self.real = True
-        self._query = b"mode=keep&clear_cache=false"
+    def found(self, *, real: bool, query: str = "mode=keep&clear_cache=false") -> None:
+        """A daemon before this one told the trainer of a pause, and the trainer will resume."""
+        self.real = real
+        self._query = query.encode("latin-1")
 
     def on_resume(self, query: bytes = b"") -> Acknowledge | Broadcast:
         """The trainer's ``/resume``."""

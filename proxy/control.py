@@ -24,8 +24,16 @@ from broadcast.joins import Joined
 from broadcast.pause import RESUMED, Acknowledge, Broadcast, Pause
 from broadcast.publication import PublicationResult
 from proxy.calls import Calls
-from proxy.errors import BadRequest, FleetBusy, Forbidden, NoReadyReplica, UpstreamLost
+from proxy.errors import (
+    BadRequest,
+    FleetBusy,
+    Forbidden,
+    NoReadyReplica,
+    ProxyError,
+    UpstreamLost,
+)
 from proxy.fanout import Answers, Fanout
+from proxy.journal import Journal
 from proxy.metrics import Metrics
 from proxy.probes import look
 from proxy.publishing import LoadCall, Publishing, read_load
@@ -93,6 +101,7 @@ class Control:
         admin_key: str | None,
         token_hosts: tuple[str, ...],
         watch: Callable[[Replica], None],
+        journal: Journal | None,
     ) -> None:
         self.replicas = replicas
         self._calls = calls
@@ -109,6 +118,7 @@ class Control:
         self._admin_key = admin_key.encode() if admin_key else None
         self._token_hosts = token_hosts
         self._watch = watch
+        self._journal = journal
         self._order = asyncio.Lock()
         self._loads: dict[tuple[str, str], asyncio.Task[Answer | Joined]] = {}
         self._elided = 0
@@ -121,12 +131,13 @@ class Control:
         key = (call.name, call.path)
         task = self._loads.get(key)
         if task is None:
-            task = self._loads[key] = self._tasks.start(self._load(call), f"load {call.name}")
+            work = self._in_order(self._load(call), f"load {call.name}")
+            task = self._loads[key] = self._tasks.start(work, f"load call {call.name}")
             task.add_done_callback(lambda _: self._loads.pop(key, None))
         return await asyncio.shield(task)
 
     async def _load(self, call: LoadCall) -> Answer | Joined:
-        async with self._order:
+        try:
             await self._fanout.enough(f"load of {call.name}")
             if any(call.name in r.base_models for r in self.replicas.fleet):
                 # vLLM accepts it, and then serves the adapter to all who ask for the base model.
@@ -138,13 +149,16 @@ class Control:
             if call.in_place:
                 await self._make_pause_real()
             result = await self._publish(call)
-            if call.in_place and result.committed:
-                self._weights_changed(result.loaded_on)
-            if result.committed:
-                return Answer(200, result.message.encode())
+        except ProxyError:
+            await self._abandon_pause()
+            raise
+        if not result.committed:
             # TRL dies of a failed load without a resume: nothing may be left paused.
             await self._abandon_pause()
             return _refusal(result.status, result.code, result.message)
+        if call.in_place:
+            self._weights_changed(result.loaded_on)
+        return Answer(200, result.message.encode())
 
     async def _publish(self, call: LoadCall) -> PublicationResult:
         """Publish; begin again when the fleet was lost under it, as long as an outage may last."""
@@ -156,7 +170,10 @@ class Control:
             await self._fanout.enough(f"load of {call.name}")
 
     async def unload(self, body: bytes) -> Answer:
-        return await self._publishing.retire(body)
+        """Retire a name. Not in order behind a long publication of another name."""
+        answer = await self._publishing.retire(body)
+        await self._save()
+        return answer
 
     # Pause
 
@@ -504,9 +521,16 @@ class Control:
 
         async def run() -> T:
             async with self._order:
-                return await work
+                try:
+                    return await work
+                finally:
+                    await self._save()
 
         return await asyncio.shield(self._tasks.start(run(), name))
+
+    async def _save(self) -> None:
+        if self._journal is not None:
+            await self._journal.save(self._rejoin.run_id)
 
     def _post(
         self,

@@ -24,12 +24,14 @@ from proxy.calls import Calls
 from proxy.control import Control
 from proxy.fanout import Fanout
 from proxy.generation import Generations
+from proxy.journal import Journal
 from proxy.metrics import Metrics
 from proxy.probes import Probes
 from proxy.publishing import Publishing
 from proxy.rejoin import MARKER_PREFIX, Rejoin
 from proxy.replicas import Replicas
 from proxy.settings import Secrets, Settings
+from proxy.sources import Sources
 from proxy.status import Status
 from proxy.tasks import Tasks
 from proxy.tokens import Bearer
@@ -82,11 +84,17 @@ class Daemon:
         pause = Pause("eager" if settings.pause == "eager" else "lazy")
         self.status = Status(self.replicas, pause, self.metrics, version())
         self.fanout = Fanout(self.replicas, self.calls, outage_s=settings.outage_s)
+        journal = (
+            Journal(Path(settings.state_file), self.replicas.ledger, pause)
+            if settings.state_file
+            else None
+        )
         self.rejoin = Rejoin(
             self.replicas,
             self.calls,
             pause,
             run_id=f"{MARKER_PREFIX}{random_secrets.token_hex(6)}",
+            journal=journal,
             load_timeout_s=settings.load_timeout_s,
             load_retry_s=settings.load_retry_s,
             load_retry_max_s=settings.load_retry_max_s,
@@ -132,7 +140,9 @@ class Daemon:
             admin_key=secrets.admin_key,
             token_hosts=settings.token_hosts,
             watch=self.probes.watch,
+            journal=journal,
         )
+        self.sources = Sources(self.replicas, self.probes.watch)
         self.app = App(
             Generations(
                 self.replicas,
@@ -169,6 +179,12 @@ class Daemon:
         """Begin to serve and to look at the replicas."""
         for url in self._settings.replicas:
             self.probes.watch(self.replicas.add(url))
+        if self._settings.replicas_file:
+            follow = self.sources.follow_file(Path(self._settings.replicas_file))
+            self.tasks.start(follow, "replicas file")
+        if self._settings.replicas_dns:
+            host, _, port = self._settings.replicas_dns.rpartition(":")
+            self.tasks.start(self.sources.follow_dns(host, int(port)), "replicas dns")
         self.probes.watch_fleet()
         self.tasks.start(self.publishing.sweep(), "retired adapters")
         self.serving = self.tasks.start(self._server.serve(sockets=[listener]), "server")

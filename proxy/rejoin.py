@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import orjson
 
@@ -16,6 +18,7 @@ from broadcast.joins import Facts, facts
 from broadcast.ledger import version_of
 from broadcast.pause import Pause
 from proxy.calls import Calls
+from proxy.journal import Journal
 from proxy.probes import Failed, look
 from proxy.replicas import Replicas
 from routing.ids import AdapterName, ReplicaId
@@ -42,6 +45,7 @@ class Rejoin:
         pause: Pause,
         *,
         run_id: str,
+        journal: Journal | None,
         load_timeout_s: float,
         load_retry_s: float,
         load_retry_max_s: float,
@@ -51,6 +55,7 @@ class Rejoin:
         self.run_id = run_id
         self._replicas = replicas
         self._calls = calls
+        self._journal = journal
         self._pause = pause
         self._load_timeout_s = load_timeout_s
         self._load_retry_s = load_retry_s
@@ -308,18 +313,49 @@ class Rejoin:
                 self._adopt()
 
     def _adopt(self) -> None:
+        """All that can be seen is seen: take over what the last daemon of this run left."""
         if self._rebuilt.is_set():
             return
         self._rebuilt.set()
         seen = [probe for probe in self._seen.values() if probe is not None]
-        markers = {probe.identity for probe in seen}
-        if len(markers) == 1 and (marker := markers.pop()) and marker.startswith(MARKER_PREFIX):
+        # A replica that restarted meanwhile has no marker; those of two runs are nobody's.
+        markers = {p.identity for p in seen if p.identity and p.identity.startswith(MARKER_PREFIX)}
+        marker = markers.pop() if len(markers) == 1 else None
+        if marker is not None:
             self.run_id = marker
-            if all(probe.paused for probe in seen):
-                # Weights may be changing in place right now: only the trainer may resume.
-                log.warning("the replicas of this run are paused; they stay so until a resume")
-                self._pause.found()
-                self._replicas.fleet.expect_paused(True, self._replicas.now_s())
+            seen = [probe for probe in seen if probe.identity == marker]
+        journal = self._journal.read() if self._journal is not None else None
+        if journal is not None and journal[0] == marker:
+            self._restore(journal[1])
+        else:
+            if journal is not None:
+                log.warning("the journal is of another run (%s) and is left out", journal[0])
+            self._adopt_common(seen)
+        if self.run_id == marker and all(probe.paused for probe in seen):
+            # Weights may be changing in place right now: only the trainer may resume.
+            log.warning("the replicas of this run are paused; they stay so until a resume")
+            self._pause.found(real=True)
+            self._replicas.fleet.expect_paused(True, self._replicas.now_s())
+        self._replicas.rebuilding = False
+        self._replicas.notify()
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """From the journal: also what no replica is there to show. Catching up checks it."""
+        ledger = self._replicas.ledger
+        try:
+            ledger.restore(state["ledger"], self._replicas.now_s())
+        except (KeyError, ValueError) as exc:
+            log.error("the journal is left out: %s", exc)
+            return
+        if state.get("pause_query") is not None:
+            self._pause.found(real=False, query=str(state["pause_query"]))
+        log.info(
+            "the ledger is restored from the journal: live %s",
+            ", ".join(ledger.live_names()) or "nothing",
+        )
+
+    def _adopt_common(self, seen: Sequence[Probe]) -> None:
+        """Without a journal: what all replicas hold alike."""
         common = set(seen[0].listed.items()).intersection(*(p.listed.items() for p in seen[1:]))
         now_s = self._replicas.now_s()
         for name, path in sorted(common, key=lambda item: (version_of(item[0]) or 0, item[0])):
@@ -327,8 +363,6 @@ class Rejoin:
         if common:
             names = ", ".join(name for name, _ in sorted(common))
             log.info("adapters found on all %d replicas and taken over: %s", len(seen), names)
-        self._replicas.rebuilding = False
-        self._replicas.notify()
 
 
 def cleared(answer: Answer | NoAnswer) -> tuple[StepResult, str]:

@@ -25,11 +25,7 @@ MAX_SECONDS: Final = 10_000_000.0
 """116 days. An event loop's timer overflows on much larger numbers; nobody means them."""
 
 NOT_YET: Final[Mapping[str, str]] = {
-    "replicas_file": "a replicas file is not read in this version; list them with --replica",
-    "replicas_dns": "replicas are not found by DNS in this version; list them with --replica",
     "record": "recording a trace is not in this version; leave it out",
-    "state_file": "the ledger's journal is not in this version; leave it out, the ledger is "
-    "rebuilt by asking the replicas",
     "adapter_transport=push": "pushing adapters is not in this version; use path or auto",
 }
 """Settings of the contract that this version cannot honour: refused, not ignored.
