@@ -305,7 +305,9 @@ class View:
             )
         if self.drawn:
             self.out.write(f"\x1b[{self.drawn}A")
-        self.out.write("".join(f"\x1b[2K{line}\n" for line in lines))
+        # A line that wraps would be two to go back over.
+        width = shutil.get_terminal_size().columns - 1
+        self.out.write("".join(f"\x1b[2K{line[:width]}\n" for line in lines))
         self.out.flush()
         self.drawn = len(lines)
 

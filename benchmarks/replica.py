@@ -359,11 +359,12 @@ class SimulatedReplica:
         return await self._load(name, path, inplace)
 
     async def _load(self, name: str, path: str, inplace: bool) -> Reply:
+        names = self.names  # of this life: after a restart a late load must not land in the next
         async with self._locks.setdefault(name, asyncio.Lock()):
             if not name or not path:
                 text = "Both 'lora_name' and 'lora_path' must be provided."
                 return error(400, "InvalidUserInput", text)
-            known = self.names.get(name)
+            known = names.get(name)
             if known is not None and not inplace:
                 text = (
                     f"The lora adapter '{name}' has already been loaded. If you want to load "
@@ -388,7 +389,7 @@ class SimulatedReplica:
             if self.config.engine.load_s:
                 await asyncio.sleep(self.config.engine.load_s)
             self._generations.alive()
-            self.names[name] = adapter
+            names[name] = adapter
             return replies.text_reply(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def _unload_adapter(self, arrival: Arrival) -> Reply:

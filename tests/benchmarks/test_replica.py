@@ -301,3 +301,16 @@ async def test_many_replicas_fit_into_one_loop(client: httpx.AsyncClient) -> Non
     assert len({tuple(ids(r)) for r in replies}) == 1
     for one in replicas:
         await one.close()
+
+
+async def test_a_load_under_way_at_a_restart_does_not_reach_the_new_process(
+    client: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    async with SimulatedReplica(load_s=0.05) as replica:
+        call = asyncio.ensure_future(load(client, replica, "v1", write_adapter(tmp_path / "a")))
+        await until(lambda: replica.engine.adapters)
+        await replica.restart()
+        with pytest.raises(httpx.TransportError):
+            await call
+        assert (await load(client, replica, "v2", tmp_path / "a")).status_code == 200
+        assert list(replica.names) == ["v2"]

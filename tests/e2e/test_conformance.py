@@ -98,6 +98,7 @@ def chat(*drop: str, **fields: Any) -> Step:
 LONG = {"max_tokens": 900, "beside": True, "loose": True}
 MESSAGES = {"model": "@model", "max_tokens": 4, "messages": CHAT, "temperature": 0}
 TOKENS = {"model": "@model", "token_ids": PROMPT}
+FOUR = {"max_tokens": 4, "ignore_eos": True}
 NO_NAME = {"model": "nope", "max_tokens": 4, "messages": CHAT}
 TEXT_BODY = json.dumps({"model": "x", "prompt": "y"})
 VERSION = "/update_weight_version"
@@ -278,9 +279,9 @@ SCENARIOS: dict[str, list[Step]] = {
         post("/v1/messages", NO_NAME),
         post(
             "/inference/v1/generate",
-            TOKENS | {"sampling_params": {"max_tokens": 4, "temperature": 0, "logprobs": 0}},
+            TOKENS | {"sampling_params": FOUR | {"temperature": 0, "logprobs": 0}},
         ),
-        post("/inference/v1/generate", TOKENS | {"sampling_params": {"max_tokens": 4}}),
+        post("/inference/v1/generate", TOKENS | {"sampling_params": FOUR}),
         post("/inference/v1/generate", TOKENS | {"model": "nope", "sampling_params": {}}),
         post("/tokenize", {"model": "@model", "prompt": "What is"}, text=True),
         post("/tokenize", {"model": "@model", "messages": CHAT}, text=True),
