@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import trl
+from accelerate import PartialState
 from datasets import load_dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -49,6 +50,7 @@ def save_adapter(model: Path, seed: int, directory: Path) -> None:
 def main() -> None:
     url, out, model, problems = sys.argv[1], *map(Path, sys.argv[2:])
     assert trl.__version__ == "1.14.2", f"this is TRL {trl.__version__}"
+    PartialState()  # accelerate's loggers, which the client uses, refuse to work before it
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.response_template = CHATML
 
