@@ -98,9 +98,10 @@ class Calls:
                 size += len(piece)
                 if size > MAX_ANSWER_BYTES:
                     return NoAnswer(Cause.RESET, f"answer over {MAX_ANSWER_BYTES} bytes")
-            return Answer(
-                response.status_code, b"".join(pieces), response.headers.get("content-type", "")
-            )
+            body = b"".join(pieces)
+            if response.status_code != 200:  # refusals are shown and logged
+                body = self._bearer.redact_bytes(body)
+            return Answer(response.status_code, body, response.headers.get("content-type", ""))
 
     def _client(self, replica: ReplicaId) -> httpx.AsyncClient:
         client = self._clients.get(replica)

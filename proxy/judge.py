@@ -54,10 +54,12 @@ def judge_piece(piece: bytes) -> Verdict:
     """What a piece of a 200 stream says: an engine that dies under one sends an error event.
 
     vLLM 0.27.1 then ends the stream as any other (entrypoints/generate/base/serving.py,
-    create_streaming_error_response). The event begins a piece, since each is written by itself;
-    text that a model wrote is inside of one.
+    create_streaming_error_response). Several events may have come as one piece; text that a model
+    wrote is inside of an event's JSON, where a line break is an escape.
     """
-    if piece.startswith(_ERROR_EVENTS) and ENGINE_DEAD_TEXT in piece:
+    if ENGINE_DEAD_TEXT in piece and any(
+        piece.startswith(begin) or b"\n" + begin in piece for begin in _ERROR_EVENTS
+    ):
         return Verdict.ENGINE_DEAD
     return Verdict.EDGE if _is_page(piece) else Verdict.PASS
 

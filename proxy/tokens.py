@@ -100,6 +100,9 @@ class Bearer:
         """``text`` without the token, should a replica have echoed it."""
         return text.replace(self._token, "***") if self._token else text
 
+    def redact_bytes(self, body: bytes) -> bytes:
+        return body.replace(self._token.encode(), b"***") if self._token else body
+
     def _reread(self) -> None:
         assert self._path is not None
         self._looked_s = self._clock()
