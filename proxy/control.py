@@ -36,6 +36,7 @@ from proxy.fanout import Answers, Fanout
 from proxy.journal import Journal
 from proxy.metrics import Metrics
 from proxy.probes import look
+from proxy.proving import Proving
 from proxy.publishing import LoadCall, Publishing, read_load
 from proxy.rejoin import CLEAR, MARKER_PREFIX, Rejoin, cleared
 from proxy.replicas import Replicas
@@ -90,6 +91,7 @@ class Control:
         fanout: Fanout,
         pause: Pause,
         publishing: Publishing,
+        proving: Proving,
         rejoin: Rejoin,
         metrics: Metrics,
         bearer: Bearer,
@@ -108,6 +110,7 @@ class Control:
         self._fanout = fanout
         self._pause = pause
         self._publishing = publishing
+        self._proving = proving
         self._rejoin = rejoin
         self._metrics = metrics
         self._bearer = bearer
@@ -158,6 +161,7 @@ class Control:
             return _refusal(result.status, result.code, result.message)
         if call.in_place:
             self._weights_changed(result.loaded_on)
+        self._tasks.start(self._proving.prove(call.name), f"prove {call.name}")
         return Answer(200, result.message.encode())
 
     async def _publish(self, call: LoadCall) -> PublicationResult:

@@ -27,6 +27,7 @@ from proxy.generation import Generations
 from proxy.journal import Journal
 from proxy.metrics import Metrics
 from proxy.probes import Probes
+from proxy.proving import Proving
 from proxy.publishing import Publishing
 from proxy.rejoin import MARKER_PREFIX, Rejoin
 from proxy.replicas import Replicas
@@ -115,7 +116,7 @@ class Daemon:
             ),
             timeouts=Timeouts(settings.attempt_timeout_s, settings.control_timeout_s),
             own_copies=settings.own_copies == "auto",
-            max_lora_rank=self.rejoin.max_lora_rank,
+            limits=self.rejoin.weakest_lora,
         )
         self.probes = Probes(
             self.replicas,
@@ -130,6 +131,13 @@ class Daemon:
             self.fanout,
             pause,
             self.publishing,
+            Proving(
+                self.replicas,
+                self.fanout,
+                pause,
+                self.metrics,
+                timeout_s=settings.control_timeout_s,
+            ),
             self.rejoin,
             self.metrics,
             self.bearer,

@@ -68,6 +68,9 @@ class Metrics:
         self.publications = counter(
             "adapter_publications_total", "Publications by how they ended.", "outcome"
         )
+        self.weight_proofs = counter(
+            "weight_proofs_total", "Looks at what policy names stand for.", "outcome"
+        )
         self.adapters_live = gauge("adapters_live", "Policies that rollouts may name.")
         self.policy_version = gauge("policy_version", "Number of the newest policy; -1 before it.")
         self.paused = gauge("paused", "1 while the trainer has paused generation.")

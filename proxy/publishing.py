@@ -30,6 +30,7 @@ from proxy.calls import Calls
 from proxy.errors import AdapterNotVisible, AdapterRefused, BadRequest
 from proxy.fanout import Fanout
 from proxy.metrics import Metrics
+from proxy.rejoin import LoraLimits
 from proxy.replicas import Replicas
 from proxy.status import Status
 from routing.ids import AdapterName, ReplicaId
@@ -38,6 +39,8 @@ log = logging.getLogger("rollmux")
 
 SWEEP_S = 1.0
 """How often retired names are looked at."""
+MAX_TOLD = 1000
+"""Warnings kept so as not to repeat them."""
 UNUSED_LOOK_S = 0.05
 """How often a takeover looks whether the name's last request has ended."""
 MAX_USED_NAMES = 4096
@@ -101,7 +104,7 @@ class Publishing:
         rules: Rules,
         timeouts: Timeouts,
         own_copies: bool,
-        max_lora_rank: Callable[[], int | None],
+        limits: Callable[[], LoraLimits],
     ) -> None:
         self._replicas = replicas
         self._calls = calls
@@ -114,7 +117,7 @@ class Publishing:
         self._lag: dict[ReplicaId, Lag] = {}
         self._used: OrderedDict[AdapterName, None] = OrderedDict()
         self._told: set[str] = set()
-        self._max_lora_rank = max_lora_rank
+        self._limits = limits
         self._notices: asyncio.Queue[Notice] | None = None
         self._attempted: set[ReplicaId] = set()
         replicas.on_transition.append(self._moved)
@@ -134,6 +137,7 @@ class Publishing:
             replicas.router.forget_adapter(call.name)
             replicas.notify()
             await self._until_unused(call.name)
+        await self._until_slot(call.name)
         targets = fleet.routable()
         listed = await self._fanout.all(
             targets, "GET", "/v1/models", timeout_s=self._timeouts.control_timeout_s
@@ -170,6 +174,9 @@ class Publishing:
         self._remember(call.name)
         if result.committed:
             ledger.commit(call.name, call.path, now_s, loaded_from=path, digest=digest)
+            limits = self._limits()
+            for warning in ledger.slot_warnings(limits.max_loras, limits.max_cpu_loras):
+                self._tell(warning)
             fleet.hold(result.loaded_on, call.name, path, now_s)
             replicas.apply(fleet.change_committed(result.loaded_on, now_s))
             for replica, seconds in result.visible_s.items():
@@ -186,6 +193,30 @@ class Publishing:
         self._status.on_publication(result)
         self._log(result, now_s - started_s)
         return result
+
+    async def _until_slot(self, name: AdapterName) -> None:
+        """Wait, bounded, while the load would push a running request's adapter out of an engine
+        that could not read it again: the engine dies of that (vLLM 0.27.1, lora/worker_manager.py).
+        """
+        replicas, ledger = self._replicas, self._replicas.ledger
+        limits = self._limits()
+        if limits.max_cpu_loras is None:
+            return
+        deadline_s = replicas.now_s() + self._timeouts.control_timeout_s
+        while replicas.now_s() < deadline_s:
+            running = replicas.fleet.inflight_names() - {name}
+            evicted = [n for n in ledger.next_evicted(limits.max_cpu_loras) if n in running]
+            paths = [a.loaded_from for n in evicted if (a := ledger.get(n)) is not None]
+            if not [p for p in paths if not await asyncio.to_thread(_readable, p)]:
+                return
+            self._tell(f"a load waits for requests of {', '.join(evicted)}, whose files are gone")
+            await replicas.changed(SWEEP_S)
+
+    def _tell(self, line: str) -> None:
+        """A warning, once."""
+        if line not in self._told and len(self._told) < MAX_TOLD:
+            self._told.add(line)
+            log.warning("%s", line)
 
     async def _until_unused(self, name: AdapterName) -> None:
         """Until no request of a closed name runs: it would leave cached blocks of the old weights.
@@ -231,7 +262,7 @@ class Publishing:
                 found = await asyncio.to_thread(
                     adapter_dir.check,
                     source,
-                    max_lora_rank=self._max_lora_rank(),
+                    max_lora_rank=self._limits().max_lora_rank,
                     first_shapes=replicas.ledger.first_shapes,
                 )
                 break
@@ -257,9 +288,7 @@ class Publishing:
             return call.path, ""
         copy = await asyncio.to_thread(own_copy.make, source, call.name)
         if isinstance(copy, own_copy.NoCopy):
-            if copy.reason not in self._told:
-                self._told.add(copy.reason)
-                log.warning("%s is loaded from the trainer's own path: %s", call.name, copy.reason)
+            self._tell(f"adapters are loaded from the trainer's own path: {copy.reason}")
             return call.path, ""
         return str(copy.path), copy.digest
 

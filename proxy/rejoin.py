@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -30,6 +31,15 @@ REBUILD_S = 10.0
 taken as rebuilt. Replicas that survived the daemon answer in milliseconds."""
 MARKER_PREFIX = "rollmux-"
 CLEAR = "/reset_prefix_cache?reset_running_requests=true"
+
+
+@dataclass(frozen=True, slots=True)
+class LoraLimits:
+    """What every replica of the fleet can take; None where nobody told."""
+
+    max_loras: int | None = None
+    max_lora_rank: int | None = None
+    max_cpu_loras: int | None = None
 
 
 class Rejoin:
@@ -282,10 +292,14 @@ class Rejoin:
         data = orjson.dumps(body) if body is not None else None
         return await self._calls(replica, "POST", target, data, timeout_s=timeout_s)
 
-    def max_lora_rank(self) -> int | None:
-        """The smallest of the fleet; None while nobody has told."""
-        ranks = [f.lora[1] for f in self.facts.values() if f.lora and f.lora[1] is not None]
-        return min(ranks, default=None)
+    def weakest_lora(self) -> LoraLimits:
+        """The smallest limits of the replicas that told theirs; None where nobody did."""
+        told = [f.lora for f in self.facts.values() if f.lora is not None]
+
+        def least(nth: int) -> int | None:
+            return min((n for lora in told if (n := lora[nth]) is not None), default=None)
+
+        return LoraLimits(max_loras=least(0), max_lora_rank=least(1), max_cpu_loras=least(2))
 
     # Rebuilding the ledger
 
