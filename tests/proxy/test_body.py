@@ -1,0 +1,111 @@
+"""What a body says to routing, whatever JSON it is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from proxy.body import MAX_WEIGHT, NotJson, parse
+from routing.blocks import chain
+
+DEEP = b'{"prompt":' + b"[" * 5000 + b"]" * 5000 + b"}"
+
+
+def test_a_rollout_of_token_ids():
+    generation = parse(b'{"model":"v3","prompt":[1,2,3],"n":1}')
+    assert (generation.model, list(generation.prompt)) == ("v3", [1, 2, 3])
+    assert (generation.weight, generation.stream) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "weight"),
+    [
+        ({"prompt": [1], "n": 8}, 8),
+        ({"prompt": [[1], [2], [3]], "n": 2}, 6),
+        ({"prompt": ["a", "b"]}, 2),
+        ({"prompt": "a", "n": 0}, 1),
+        ({"prompt": "a", "n": -3}, 1),
+        ({"prompt": "a", "n": True}, 1),
+        ({"prompt": "a", "n": "8"}, 1),
+        ({"prompt": "a", "n": None}, 1),
+        ({"prompt": "a", "n": 2.5}, 1),
+        ({"prompt": "a", "n": 10**9}, MAX_WEIGHT),
+        ({"messages": [{"role": "user", "content": "x"}], "n": 3}, 3),
+    ],
+)
+def test_the_weight_is_what_the_replica_will_run(fields, weight):
+    assert parse(json.dumps(fields).encode()).weight == weight
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"m"}',
+        b'{"prompt":null}',
+        b'{"prompt":[]}',
+        b'{"prompt":[[]]}',
+        b'{"prompt":[5]}',
+        b'{"prompt":[2147483648,99999999999999999999]}',
+        b'{"prompt":[-1,1.5,null,true,"x",{"a":[1]}]}',
+        b'{"prompt":{"a":1}}',
+        b'{"prompt":17}',
+        b'{"prompt":"\\ud800 lone"}',
+        b'{"prompt":["\\ud800"]}',
+        b'{"messages":[]}',
+        b'{"messages":null}',
+        b'{"messages":"x"}',
+        b'{"messages":[{"role":"user","content":[{"type":"text","text":"hi"}]}]}',
+        b'{"messages":[{"content":"\\ud800"}],"tools":[{"a":NaN}]}',
+        b'{"model":null,"prompt":"x"}',
+        b'{"model":["a"],"prompt":"x"}',
+        b'{"model":"\\ud800","prompt":"x"}',
+        b'{"prompt":"x","seed":1e999,"a":-Infinity}',
+        b'\xef\xbb\xbf{"prompt":"bom"}',
+        b"{}",
+    ],
+)
+def test_any_json_object_can_be_routed(body):
+    generation = parse(body)
+    chain(generation.model, generation.prompt, 16)
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b"", "not JSON"),
+        (b"hello", "not JSON"),
+        (b"\xff\xfe\x00", "not JSON"),
+        (b'{"prompt":"cut', "not JSON"),
+        (b"[1,2]", "JSON array"),
+        (b'"text"', "JSON string"),
+        (b"17", "JSON number"),
+        (b"true", "JSON boolean"),
+        (b"null", "JSON null"),
+        (DEEP, "not JSON"),
+        (b'{"seed":' + b"9" * 5000 + b"}", "not JSON"),
+    ],
+)
+def test_what_is_no_json_object_is_told_what_it_is(body, why):
+    with pytest.raises(NotJson, match=why):
+        parse(body)
+
+
+def test_a_longer_conversation_begins_with_the_bytes_of_a_shorter_one():
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    short = parse(json.dumps({"messages": turns[:1], "tools": [1], "system": "s"}).encode())
+    longer = parse(json.dumps({"messages": turns, "tools": [1], "system": "s"}).encode())
+    assert isinstance(longer.prompt, bytes)
+    assert longer.prompt.startswith(bytes(short.prompt))
+
+
+def test_tools_and_system_text_come_first_as_a_chat_template_puts_them():
+    plain = {"messages": [{"role": "user", "content": "a"}]}
+    with_tools = parse(json.dumps(plain | {"tools": [{"name": "t"}]}).encode()).prompt
+    assert bytes(with_tools).startswith(b'[[{"name":"t"}]]')
+
+
+def test_only_true_is_a_stream():
+    assert parse(b'{"prompt":"x","stream":true}').stream
+    for value in (b"false", b"null", b'"true"', b"1"):
+        assert not parse(b'{"prompt":"x","stream":' + value + b"}").stream

@@ -1,0 +1,129 @@
+"""Replicas behind TLS, with a certificate authority of one's own."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import ipaddress
+import logging
+import ssl
+
+import httpx
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from benchmarks.httpd import Server, _Connection
+from proxy.settings import Secrets
+from tests.proxy.scripted import OK, ScriptedReplica, Tap, event
+
+NOW = datetime.datetime.now(datetime.UTC)
+
+
+def certificate(name, key, issuer_name, issuer_key, *, ca, hosts=()):
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer_name)]))
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(NOW - datetime.timedelta(hours=1))
+        .not_valid_after(NOW + datetime.timedelta(hours=1))
+        .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), False
+        )
+    )
+    if hosts:
+        names = [x509.IPAddress(ipaddress.ip_address(h)) for h in hosts]
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), False)
+    return builder.sign(issuer_key, hashes.SHA256())
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory):
+    """``(ca.pem, server context)``; the server's name is 127.0.0.1."""
+    folder = tmp_path_factory.mktemp("tls")
+    root_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    pem = serialization.Encoding.PEM
+    root = certificate("rollmux test CA", root_key, "rollmux test CA", root_key, ca=True)
+    leaf = certificate("replica", key, "rollmux test CA", root_key, ca=False, hosts=["127.0.0.1"])
+    (folder / "ca.pem").write_bytes(root.public_bytes(pem))
+    (folder / "leaf.pem").write_bytes(leaf.public_bytes(pem))
+    (folder / "key.pem").write_bytes(
+        key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "leaf.pem", folder / "key.pem")
+    return folder / "ca.pem", context
+
+
+class SecureServer(Server):
+    """The simulated server behind TLS."""
+
+    context: ssl.SSLContext
+
+    @property
+    def url(self) -> str:
+        return f"https://{self.host}:{self.port}"
+
+    async def listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: _Connection(self), self.host, self.port, ssl=self.context
+        )
+        self.port = self._server.sockets[0].getsockname()[1]
+
+
+def secure(context: ssl.SSLContext, **options) -> ScriptedReplica:
+    replica = ScriptedReplica(**options)
+    replica.server = SecureServer(replica._answer)
+    replica.server.context = context
+    return replica
+
+
+async def test_a_private_ca_is_trusted_for_probes_and_generations(start, authority):
+    ca, context = authority
+    async with secure(context) as replica:
+        running = await start(
+            [replica.url], ca_file=str(ca), secrets=Secrets(token="over-tls"), pause="lazy"
+        )
+        for _ in range(2):
+            answer = await running.complete("tiny", [1])
+            assert answer.content == OK
+        seen = [*replica.probes, *replica.generations]
+        assert {arrival.header("authorization") for arrival in seen} == {"Bearer over-tls"}
+
+
+async def test_a_stream_over_tls_that_is_cut_breaks_visibly(start, authority):
+    ca, context = authority
+    tap = Tap()
+    async with secure(context, script=tap.script) as replica:
+        running = await start([replica.url], ca_file=str(ca))
+        tap.put(event("one"))
+        body = {"model": "tiny", "prompt": "x", "stream": True}
+        async with running.client.stream("POST", "/v1/completions", json=body) as answer:
+            pieces = answer.aiter_raw()
+            await anext(pieces)
+            for connection in list(replica.server.connections):
+                connection.transport.abort()  # no close_notify
+            with pytest.raises(httpx.RemoteProtocolError):
+                await anext(pieces)
+
+
+async def test_an_unknown_ca_is_told_in_the_status_and_not_as_a_traceback(start, authority, caplog):
+    caplog.set_level(logging.INFO, "rollmux")
+    _, context = authority
+    async with secure(context) as replica:
+        running = await start([replica.url], ready=0, hold_s=0.2)
+        await running.until(lambda: running.daemon.replicas.fleet["r0"].error_code)
+        (shown,) = (await running.status())["replicas"]
+        assert shown["state"] in ("joining", "down")
+        assert "certificate verify failed" in shown["last_error"].lower()
+        assert replica.url in (await running.client.get("/health")).text
+        assert (await running.complete("tiny", [1])).status_code == 503
+        assert not replica.generations
+        assert "Traceback" not in caplog.text
