@@ -275,6 +275,10 @@ class _Connection(asyncio.Protocol):
 
     # httptools
 
+    def on_message_begin(self) -> None:
+        if self._reply is None:  # a reply behind the reply: the next request must not get it
+            self.close()
+
     def on_header(self, name: bytes, value: bytes) -> None:
         reply = self._reply
         if reply is None:
