@@ -104,8 +104,8 @@ def test_second_run_resumes_from_the_last_complete_checkpoint(
     assert f"resuming from {out / 'checkpoint-12'}" in run.output
     assert [entry["step"] for entry in run.logged_steps] == list(range(1, 15))
     assert [p.name for p in run.publications] == ["trl-policy-v8", "trl-policy-v9"]
-    # It also unloads versions that the first run published, and `rollmux run` has cleaned away. They
-    # get what one restarted vLLM would say, and TRL ignores it (vllm_client.py, unload_lora_adapter).
+    # It also unloads versions that the first run published and `rollmux run` has cleaned away. It
+    # gets what a restarted vLLM would say, and ignores it (vllm_client.py, unload_lora_adapter).
     run.exchanges = [e for e in run.exchanges if (e.path, e.status) != (UNLOAD, 404)]
     judge_serving(run, replicas[0], publications=2)
 
