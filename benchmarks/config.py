@@ -24,6 +24,8 @@ class ReplicaConfig:
     """VLLM_ALLOW_RUNTIME_LORA_UPDATING"""
     dev_mode: bool = True
     """VLLM_SERVER_DEV_MODE"""
+    base_under_every_name: bool = False
+    """A planted fault: lists adapters, and computes with the base model."""
     weight_transfer: bool = False
     """--weight-transfer-config"""
     data_parallel_size: int = 1

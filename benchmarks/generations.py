@@ -38,6 +38,8 @@ class _Sampling:
     draw: str
     ignore_eos: bool
     logprobs: int | None
+    prompt_logprobs: bool
+    """Asked for; with how many alternatives is not simulated."""
     token_ids: bool
     stream: bool
     include_usage: bool
@@ -63,7 +65,7 @@ class Generations:
         """The adapter a request names, None for the base. Adapters come first, as in vLLM."""
         name = body.get("model")
         if isinstance(name, str) and name in self.names:
-            return self.names[name]
+            return None if self.config.base_under_every_name else self.names[name]
         if name and name != self.config.model:
             raise replies.unknown_model(name)
         return None
@@ -110,6 +112,7 @@ class Generations:
             draw=draw,
             ignore_eos=bool(body.get("ignore_eos")),
             logprobs=logprobs,
+            prompt_logprobs=body.get("prompt_logprobs") is not None,
             token_ids=bool(body.get("return_token_ids")),
             stream=bool(body.get("stream")),
             include_usage=bool((body.get("stream_options") or {}).get("include_usage")),
@@ -234,7 +237,9 @@ class Generations:
                     "finish_reason": outcome.reason,
                     "stop_reason": None,
                     "token_ids": ids if sampling.token_ids else None,
-                    "prompt_logprobs": None,
+                    "prompt_logprobs": (
+                        generation.prompt_logprobs() if sampling.prompt_logprobs else None
+                    ),
                     "prompt_token_ids": generation.prompt if sampling.token_ids else None,
                     "routed_experts": None,
                 }
@@ -577,6 +582,14 @@ class _Generation:
                 made[-1] = tokens.IM_END
             self._made = (self.weights, made)
         return self._made[1][number]
+
+    def prompt_logprobs(self) -> list[dict[str, Any] | None]:
+        """null for the first token, then each token's own (vLLM 0.27.1)."""
+        values = tokens.logprobs(self.weights, self.prompt, "prompt", len(self.prompt))
+        return [None] + [
+            {str(token): {"logprob": value, "rank": 1, "decoded_token": tokens.decode([token])}}
+            for token, value in zip(self.prompt[1:], values[1:], strict=True)
+        ]
 
     def logprobs(self, count: int) -> list[float]:
         return tokens.logprobs(self.weights, self.prompt, self.draw, count)

@@ -76,6 +76,9 @@ async def look(calls: Calls, replica: ReplicaId, now_s: Callable[[], float]) -> 
             return Failed("token_rejected", f"{answer.status}: the token was rejected")
         if verdict is Verdict.ENGINE_DEAD:
             return Failed("engine_dead", answer.text(300), engine_dead=True)
+    if paused.status >= 500:
+        # The API server still lists its models while its engine is dead.
+        return Failed(f"is_paused_{paused.status}", f"/is_paused: {paused.text(300)}")
     if models.status != 200:
         code = "edge" if judge(models.status, models.body) is Verdict.EDGE else "models"
         return Failed(f"{code}_{models.status}", f"/v1/models: {models.status} {models.text(200)}")
