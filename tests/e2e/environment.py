@@ -111,7 +111,7 @@ def install(env: Path) -> None:
     install_trl(env)
     install_prometheus(env)
     (env / READY).write_text(json.dumps({"pins": pins()}))
-    say(f"ready after {time.monotonic() - started_s:.0f} s")
+    say(f"installed after {time.monotonic() - started_s:.0f} s")
 
 
 def find_python() -> str:
