@@ -77,6 +77,15 @@ def event(text: str) -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
+async def raw(replica: ScriptedReplica, arrival: Arrival, data: bytes) -> Reply:
+    """Send exactly these bytes and close; never comes back."""
+    (connection,) = [c for c in replica.server.connections if c.number == arrival.connection]
+    assert connection.transport is not None
+    connection.transport.write(data)
+    connection.transport.close()
+    return await hang(arrival)
+
+
 class Tap:
     """A stream that gives what the test puts in, when it does. ``cut`` breaks it off."""
 

@@ -11,7 +11,7 @@ from benchmarks.adapter import write_adapter
 from benchmarks.httpd import Arrival, Fault, Reply
 from benchmarks.replica import SimulatedReplica
 from proxy.settings import Secrets
-from tests.proxy.scripted import OK, ScriptedReplica, error, hang, until
+from tests.proxy.scripted import OK, ScriptedReplica, error, hang, raw, until
 
 PATH = "/v1/completions"
 DEAD = error(
@@ -96,6 +96,20 @@ async def test_a_chunked_body_without_its_end_is_asked_of_another(start):
         answer = await running.complete("tiny", [1])
         assert answer.status_code == 200
         assert answer.content == OK
+
+
+async def test_a_body_that_only_its_connection_ends_has_to_be_whole_json(start):
+    async def script(arrival: Arrival) -> Reply:
+        first = len(a.generations) + len(b.generations) == 1
+        mine = a if arrival in a.generations else b
+        return await raw(mine, arrival, b"HTTP/1.1 200 OK\r\n\r\n" + (OK[:30] if first else OK))
+
+    async with ScriptedReplica(script) as a, ScriptedReplica(script) as b:
+        running = await start([a.url, b.url])
+        answer = await running.complete("tiny", [1])
+        assert answer.status_code == 200
+        assert answer.content == OK
+        assert len(a.generations) == len(b.generations) == 1
 
 
 async def test_a_replica_that_refuses_costs_no_try(start):

@@ -56,8 +56,9 @@ async def test_a_reply_of_30_mb_and_a_prompt_of_a_million_tokens_pass(start):
         body = json.dumps({"model": "tiny", "prompt": [123456] * 1_000_000}).encode()
         answer = await running.client.post("/v1/completions", content=body)
         assert answer.status_code == 200
-        assert answer.content == big
-        assert replica.generations[0].body == body
+        # Only "same or not": pytest would draw the difference of 30 MB for minutes.
+        assert (len(answer.content), answer.content == big) == (len(big), True)
+        assert (replica.generations[0].body == body) is True
 
 
 async def test_a_compressed_reply_passes_as_it_came(start):

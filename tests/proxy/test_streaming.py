@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.httpd import Arrival, Reply
 from proxy.upstream import HIGH_WATER_BYTES
-from tests.proxy.scripted import DONE, ScriptedReplica, Tap, error, event
+from tests.proxy.scripted import DONE, ScriptedReplica, Tap, error, event, raw
 
 BODY = {"model": "tiny", "prompt": "x", "stream": True}
 DEAD = (
@@ -75,6 +75,24 @@ async def test_a_stream_cut_by_its_source_does_not_end_cleanly(start, kept):
         assert got == (event("one") + event("two"))[:kept]
         assert len(replica.generations) == 1  # what has begun is never begun again
         await running.until(lambda: running.daemon.replicas.fleet.inflight() == 0)
+
+
+@pytest.mark.parametrize("ending", [b"", DONE], ids=["cut", "whole"])
+async def test_a_stream_that_only_its_connection_ends_needs_its_last_event(start, ending):
+    """Without a length or chunks a cut looks like an end; the final event tells them apart."""
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+
+    async def script(arrival: Arrival) -> Reply:
+        return await raw(replica, arrival, head + event("one") + b" " * 300_000 + ending)
+
+    async with ScriptedReplica(script) as replica:
+        running = await start([replica.url])
+        request = running.client.post("/v1/completions", json=BODY)
+        if ending:
+            assert (await request).content.endswith(DONE)
+        else:
+            with pytest.raises(httpx.RemoteProtocolError):
+                await request
 
 
 async def test_a_replica_reset_mid_stream_leaves_rotation(start):
