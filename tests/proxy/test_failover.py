@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import httpx
 import pytest
 
 from benchmarks.adapter import write_adapter
@@ -186,17 +187,18 @@ async def test_a_text_with_the_word_abort_passes(start):
         assert (await running.complete("tiny", [1])).content == body
 
 
-async def test_a_pause_that_aborts_is_not_seen_as_success(start):
-    """Through the simulated vLLM, whose pause cuts running generations short with 200."""
-    async with SimulatedReplica(step_s=0.05) as replica:
+async def test_a_generation_that_vllm_was_told_to_abort_is_not_seen_as_success(start):
+    """The simulated vLLM cuts running generations short with 200, as the real one does."""
+    async with (
+        SimulatedReplica(step_s=0.05) as replica,
+        httpx.AsyncClient(base_url=replica.url, trust_env=False) as direct,
+    ):
         running = await start([replica.url])
         work = running.daemon.tasks.start(running.complete("tiny", [1], max_tokens=500), "client")
-        await until(lambda: replica.in_flight)
-        replica._abort(None)
-        await until(lambda: len(replica.calls(PATH)) == 2)  # the second try
-        replica._abort(None)
-        answer = await work
-        assert answer.status_code == 503
+        for tries in (1, 2):
+            await until(lambda n=tries: len(replica.calls(PATH)) == n and replica.in_flight)
+            assert (await direct.post("/abort_requests", json={})).status_code == 200
+        assert (await work).status_code == 503
 
 
 async def test_a_replica_that_lost_a_live_adapter_rejoins_and_the_client_sees_200(

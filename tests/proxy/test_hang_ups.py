@@ -212,3 +212,60 @@ async def test_cancels_at_random_moments_leave_nothing_in_flight(start, seed):
         await running.until_ready(2)
         answer = await running.complete("tiny", [1])
         assert answer.status_code in (200, 404, 500)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_cancelled_in_any_turn_of_the_loop_it_leaves_nothing(start, stream):
+    """From before its first await to after its last: once for each turn that a generation takes."""
+    body = json.dumps({"model": "tiny", "prompt": "x", "stream": stream}).encode()
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions",
+        "raw_path": b"/v1/completions", "query_string": b"", "headers": [],
+    }  # fmt: skip
+
+    async def script(arrival: Arrival) -> Reply:
+        if not stream:
+            return Reply(200, OK)
+        tap = Tap()
+        for _ in range(3):
+            tap.put(event("x"))
+        tap.end()
+        return await tap.script(arrival)
+
+    async def generation(sent: list[dict[str, object]]) -> None:
+        messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def receive() -> dict[str, object]:
+            await asyncio.sleep(0)
+            for message in messages:
+                return message
+            return await asyncio.get_running_loop().create_future()
+
+        async def send(message: dict[str, object]) -> None:
+            await asyncio.sleep(0)
+            sent.append(message)
+
+        await running.daemon.app(scope, receive, send)
+
+    async with ScriptedReplica(script) as replica:
+        running = await start([replica.url], probe_s=30.0)
+        tasks = len(running.daemon.tasks)
+        turns, whole = 0, 0
+        while whole < 3:  # the last few were too late to hit anything
+            sent: list[dict[str, object]] = []
+            work = running.daemon.tasks.start(generation(sent), "generation")
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            work.cancel()
+            await asyncio.wait((work,))
+            await until(lambda: len(running.daemon.tasks) <= tasks)
+            replicas = running.daemon.replicas
+            assert replicas.fleet.inflight() == 0
+            assert not replicas.fleet.inflight_names()
+            assert not any(replicas._bodies.values())
+            whole = whole + 1 if not work.cancelled() else 0
+            turns += 1
+            assert turns < 500
+        assert [m["status"] for m in sent if "status" in m] == [200]
+        assert 10 < turns > len(replica.generations) > 3
+        await until(lambda: len(replicas.upstream("r0").opened) <= 1)
