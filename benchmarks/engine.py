@@ -44,6 +44,11 @@ class EngineConfig:
     """How long one adapter load holds up the whole engine (add_lora runs in its loop)."""
 
 
+_DUE_S = 1e-9
+"""What is due within it is due now. A clock that has run for hours cannot tell apart less than
+2e-12 s: the rest of a step could be too short to add to it, and time would stand still."""
+
+
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """One load of one adapter. ``number`` is fresh for each load, like vLLM's lora_int_id."""
@@ -199,9 +204,10 @@ class Engine:
         """Let everything happen that happens until ``now_s``."""
         while (at_s := self.next_event_s()) is not None and at_s <= now_s:
             self._run_until(at_s)
-            if self._prefilling and self._prefilling[0].prefill_left_s <= 1e-12:
+            if self._prefilling and self._prefilling[0].prefill_left_s <= _DUE_S:
                 self._start_decoding(self._prefilling.popleft())
-            while self._next_finish() <= self._steps + 1e-9:
+            while (self._next_finish() - self._steps) * self.step_s() <= _DUE_S:
+                self._steps = max(self._steps, self._finishes[0][0])
                 sequence = heapq.heappop(self._finishes)[2]
                 self._finish(sequence, sequence.job.reason)
             self._admit()

@@ -289,3 +289,15 @@ class Bookkeeping(RuleBasedStateMachine):
 
 TestBookkeeping = Bookkeeping.TestCase
 TestBookkeeping.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_time_goes_on_when_the_rest_of_a_step_is_too_short_for_the_clock():
+    """Late clock, short steps: ``now + rest == now`` must not be waited for."""
+    engine = Engine(EngineConfig(step_s=0.0002), lambda adapter: adapter.digest)
+    for number in range(2000):
+        now_s = 40_000.0 + number / 7
+        engine.advance(now_s)
+        engine.submit(now_s, Job(f"{number}", (), 3, 1 + number % 90))
+        for part in range(1, 8):
+            engine.advance(now_s + part * 0.0031)
+    assert len(engine.take_outcomes()) > 1900
