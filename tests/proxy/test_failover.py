@@ -244,10 +244,10 @@ async def test_a_rejected_token_is_reported_once_and_its_new_file_heals_it(start
 
 
 async def test_a_connection_closed_while_idle_costs_no_error(start):
-    """The server closes idle connections just as they are used again; 40 rounds hit the moment."""
+    """The server closes idle connections just as they are used again; 20 rounds hit the moment."""
     async with ScriptedReplica(keep_alive_s=0.02) as replica:
         running = await start([replica.url])
-        for number in range(40):
+        for number in range(20):
             answer = await running.complete("tiny", [1])
             assert answer.status_code == 200
             await asyncio.sleep(0.0185 + number % 7 * 0.0005)
