@@ -247,6 +247,9 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # A cast, because uvloop's transports have the methods but not the base class.
         self.transport = cast(asyncio.Transport, transport)
+        if not self.server.listening:  # accepted in the very turn in which the server was closed
+            self.transport.abort()
+            return
         self.server.connections.add(self)
         self.server.connections_made += 1
         self.number = self.server.connections_made
