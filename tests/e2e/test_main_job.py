@@ -27,7 +27,9 @@ from tests.e2e.processes import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 STEPS, PUBLICATIONS = 12, 7
-OTHER_WEIGHTS = "served with other weights than their name says"
+# Rollouts with other weights reached the trainer. Or the daemon saw it first and put the replica out
+# of rotation, which then lists, or has served, less than the other.
+RED = "served with other weights than their name says|they list|one replica served nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ def test_goes_red_when_one_replica_serves_the_base_model(
 ) -> None:
     planted = partial(base_model_instead, str(real_parts.model))
     run = run_job(real_parts, replicas, tmp_path, planted=planted)
-    with pytest.raises(AssertionError, match=OTHER_WEIGHTS):
+    with pytest.raises(AssertionError, match=RED):
         judge(run, replicas[0], steps=STEPS, publications=PUBLICATIONS)
 
 
@@ -136,5 +138,5 @@ def test_goes_red_when_one_replica_serves_the_previous_version(
     real_parts: RealParts, replicas: tuple[str, str], tmp_path: Path
 ) -> None:
     run = run_job(real_parts, replicas, tmp_path, planted=previous_version_instead)
-    with pytest.raises(AssertionError, match=OTHER_WEIGHTS):
+    with pytest.raises(AssertionError, match=RED):
         judge(run, replicas[0], steps=STEPS, publications=PUBLICATIONS)
