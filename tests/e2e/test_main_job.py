@@ -27,8 +27,8 @@ from tests.e2e.processes import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 STEPS, PUBLICATIONS = 12, 7
-# Rollouts with other weights reached the trainer. Or the daemon saw it first and put the replica out
-# of rotation, which then lists, or has served, less than the other.
+# Rollouts with other weights reached the trainer. Or the daemon saw it first and put the replica
+# out of rotation, which then lists, or has served, less than the other.
 RED = "served with other weights than their name says|they list|one replica served nothing"
 
 
