@@ -134,10 +134,14 @@ class Control:
         key = (call.name, call.path)
         task = self._loads.get(key)
         if task is None:
-            work = self._in_order(self._load(call), f"load {call.name}")
+            work = self._load_alone(call)
             task = self._loads[key] = self._tasks.start(work, f"load call {call.name}")
             task.add_done_callback(lambda _: self._loads.pop(key, None))
         return await asyncio.shield(task)
+
+    async def _load_alone(self, call: LoadCall) -> Answer | Joined:
+        async with self._publishing.alone(call.name):
+            return await self._in_order(self._load(call), f"load {call.name}")
 
     async def _load(self, call: LoadCall) -> Answer | Joined:
         try:

@@ -6,8 +6,9 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import orjson
 
@@ -120,7 +121,12 @@ class Publishing:
         self._limits = limits
         self._notices: asyncio.Queue[Notice] | None = None
         self._attempted: set[ReplicaId] = set()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         replicas.on_transition.append(self._moved)
+
+    def alone(self, name: str) -> asyncio.Lock:
+        """Held by whoever loads, retires or unloads a name: no two of them overlap."""
+        return self._locks.setdefault(name, asyncio.Lock())
 
     async def publish(self, call: LoadCall) -> PublicationResult:
         """One whole publication, with what it does to ledger, fleet and metrics."""
@@ -184,6 +190,7 @@ class Publishing:
                 lag = self._lag.get(replica, Lag())
                 self._lag[replica] = lag.seen(result.missed_s.get(replica), seconds)
         else:
+            result = replace(result, message=f"{result.message}{self._addresses(result)}")
             if known is not None:
                 ledger.retire(call.name, now_s)
                 ledger.forget(call.name)
@@ -293,11 +300,16 @@ class Publishing:
         return str(copy.path), copy.digest
 
     async def retire(self, body: bytes) -> Answer:
-        """The trainer's unload: answered at once; the replicas are told when nobody needs it."""
+        """The trainer's unload: answered at once, but for a load of that name under way.
+
+        The replicas are told when nobody needs the name any more.
+        """
         name = _object(body).get("lora_name")
         if not isinstance(name, str) or not name:
             raise BadRequest("'lora_name' must be provided.", param="lora_name")
-        if not self._replicas.ledger.retire(name, self._replicas.now_s()):
+        async with self.alone(name):
+            retired = self._replicas.ledger.retire(name, self._replicas.now_s())
+        if not retired:
             # vLLM 0.27.1, entrypoints/openai/models/serving.py
             error = {
                 "message": f"The lora adapter '{name}' cannot be found.",
@@ -324,11 +336,19 @@ class Publishing:
                 gone.add(name)
         inflight = replicas.fleet.inflight_names()
         for name in ledger.retirable(replicas.now_s(), inflight, gone):
-            await self.forget(name)
+            lock = self.alone(name)
+            if not lock.locked():  # else it is being loaded again
+                async with lock:
+                    await self.forget(name)
 
     async def forget(self, name: AdapterName) -> None:
-        """Close a retired name everywhere, tell the replicas, and remove our copy of its files."""
+        """Close a retired name everywhere, tell the replicas, and remove our copy of its files.
+
+        To be called with the name's lock: a late unload would take away what a load has brought.
+        """
         replicas = self._replicas
+        if name not in replicas.ledger.retired_names():
+            return
         adapter = replicas.ledger.get(name)
         replicas.fleet.close(name)
         replicas.ledger.forget(name)
@@ -376,12 +396,27 @@ class Publishing:
         while len(self._used) > MAX_USED_NAMES:
             self._used.popitem(last=False)
 
+    def _addresses(self, result: PublicationResult) -> str:
+        """URLs of the replicas that an error names by their ids, for whoever has to go there."""
+        named = dict.fromkeys((result.culprit, *result.dropped))
+        found = [r for r in self._replicas.fleet if r.id in named]
+        return f" ({', '.join(f'{r.id} is {r.url}' for r in found)})" if found else ""
+
     def _log(self, result: PublicationResult, seconds: float) -> None:
         each = ", ".join(
             f"{replica} {attempts} attempt{'s' if attempts != 1 else ''}"
             f"{f' {result.visible_s[replica]:.2f} s' if replica in result.visible_s else ''}"
             for replica, attempts in result.attempts.items()
         )
+        for replica, reason in result.dropped.items():
+            log.warning(
+                "%s is not on %s, which is left out, after %d attempts in %.2f s: %s",
+                result.name,
+                self._replicas.label(replica),
+                result.attempts.get(replica, 0),
+                seconds,
+                reason,
+            )
         if result.committed:
             log.info("%s published in %.2f s (%s)", result.name, seconds, each)
         else:
