@@ -84,7 +84,10 @@ async def start() -> AsyncIterator[Start]:
             daemon = Daemon(
                 Settings(replicas=tuple(urls), **(quick | settings)), secrets or Secrets()
             )
-            listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+            # With its protocol named, as in the product: else asyncio leaves Nagle's delay on.
+            listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(2048)
             listener.setblocking(False)
             daemon.start(listener)
             stack.push_async_callback(daemon.stop)
