@@ -179,10 +179,10 @@ class Publishing:
         now_s = replicas.now_s()
         self._remember(call.name)
         if result.committed:
-            ledger.commit(call.name, call.path, now_s, loaded_from=path, digest=digest)
             limits = self._limits()
             for warning in ledger.slot_warnings(limits.max_loras, limits.max_cpu_loras):
                 self._tell(warning)
+            ledger.commit(call.name, call.path, now_s, loaded_from=path, digest=digest)
             fleet.hold(result.loaded_on, call.name, path, now_s)
             replicas.apply(fleet.change_committed(result.loaded_on, now_s))
             for replica, seconds in result.visible_s.items():
