@@ -12,17 +12,14 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import random
 import shutil
 import signal
-import socket
 import statistics
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -35,6 +32,7 @@ from benchmarks import tokens
 from benchmarks.adapter import read_adapter, write_adapter
 from benchmarks.bucket import LaggingFolder
 from benchmarks.config import ReplicaConfig
+from benchmarks.daemon import DaemonGone, connect, daemon
 from benchmarks.engine import EngineConfig, Pause
 from benchmarks.replica import SimulatedReplica
 
@@ -46,8 +44,6 @@ SYNC_EVERY_S = 2.0  # between the end of one sync and the start of the next
 MAX_STALENESS = 2
 LAG_S = 1.5  # a bucket shows a file 2 to 3 s after it was written; shortened for a short demo
 VIEW_S = 0.25
-HERE = str(Path(__file__).resolve().parent.parent)
-START_S = 30.0  # for the daemon to be up and the replicas ready
 
 REPLICA = ReplicaConfig(
     max_model_len=2048,
@@ -56,10 +52,6 @@ REPLICA = ReplicaConfig(
     # About a tenth of a 1.5B model's time per token, so that 20 s show something.
     engine=EngineConfig(step_s=0.006, step_per_seq_s=2e-5, prefill_token_s=5e-5, max_cpu_loras=16),
 )
-
-
-class DemoError(Exception):
-    """The demo cannot go on; the text says what to do."""
 
 
 @dataclass(slots=True)
@@ -195,61 +187,6 @@ class Trainer:
             await asyncio.sleep(SYNC_EVERY_S)
 
 
-def connect(url: str) -> httpx.AsyncClient:
-    """A client for loopback; a reply may take as long as two syncs do."""
-    # verify: nothing is encrypted here, and loading certificates takes longer than a rollout.
-    return httpx.AsyncClient(base_url=url, trust_env=False, verify=False, timeout=120)
-
-
-@contextlib.asynccontextmanager
-async def daemon(replicas: list[SimulatedReplica], log: Path) -> AsyncIterator[str]:
-    """`rollmux serve` as a child on a free port; yields its URL and ends it afterwards."""
-    listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    command = [sys.executable, "-m", "proxy", "serve", "--fd", str(listener.fileno())]
-    for replica in replicas:
-        command += ["--replica", replica.url]
-    command += ["--drain-s", "2"]
-    # What is set for a real fleet must not reach this one.
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("ROLLMUX_", "PROXY_"))}
-    environ.pop("UPSTREAM_URLS", None)
-    environ["PYTHONPATH"] = os.pathsep.join(p for p in (HERE, environ.get("PYTHONPATH")) if p)
-    with listener, log.open("wb") as output:
-        child = await asyncio.create_subprocess_exec(
-            *command, stdout=output, stderr=output, pass_fds=(listener.fileno(),), env=environ
-        )
-        listener.close()
-        try:
-            await _until_healthy(url, child, log)
-            yield url
-        finally:
-            if child.returncode is None:
-                child.terminate()
-            try:
-                async with asyncio.timeout(10):
-                    await child.wait()
-            except TimeoutError:
-                child.kill()
-                await child.wait()
-
-
-async def _until_healthy(url: str, child: asyncio.subprocess.Process, log: Path) -> None:
-    deadline = time.monotonic() + START_S
-    async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
-        while time.monotonic() < deadline:
-            if child.returncode is not None:
-                break
-            with contextlib.suppress(httpx.TransportError):
-                if (await client.get(f"{url}/health")).status_code == 200:
-                    return
-            await asyncio.sleep(0.1)
-    raise DemoError(f"the daemon did not come up; its last lines:\n  {_tail(log)}")
-
-
-def _tail(log: Path) -> str:
-    return "\n  ".join(log.read_text(errors="replace").strip().splitlines()[-5:])
-
-
 async def watch(
     client: httpx.AsyncClient, replicas: list[SimulatedReplica], tally: Tally, until_s: float
 ) -> None:
@@ -332,7 +269,7 @@ async def run(seconds: float, count: int, folder: Path) -> dict[str, Any]:
         for replica in replicas:
             await stack.enter_async_context(replica)
         log = folder.with_suffix(".log")
-        url = await stack.enter_async_context(daemon(replicas, log))
+        url = await stack.enter_async_context(daemon([r.url for r in replicas], log))
         client = await stack.enter_async_context(connect(url))
         trainer = Trainer(client, policies, tally)
         tally.started_s = time.monotonic()
@@ -353,8 +290,7 @@ async def run(seconds: float, count: int, folder: Path) -> dict[str, Any]:
             status = (await client.get("/proxy/status")).json()
             page = (await client.get("/metrics")).text
         except httpx.TransportError as error:
-            text = f"the daemon is gone; its last lines:\n  {_tail(log)}"
-            raise DemoError(text) from error
+            raise DaemonGone("is gone", log) from error
         return summary(tally, status, page, replicas)
 
 
@@ -431,7 +367,7 @@ def main(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="rollmux-demo-") as directory:
         try:
             result = uvloop.run(run(args.seconds, args.replicas, Path(directory) / "bucket"))
-        except DemoError as error:
+        except DaemonGone as error:
             print(f"rollmux demo: {error}", file=sys.stderr)
             return 1
         except asyncio.CancelledError:

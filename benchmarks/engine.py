@@ -262,6 +262,10 @@ class Engine:
         sequence = self._sequences.get(job_id)
         return 0 if sequence is None else self._tokens(sequence)
 
+    def generated(self) -> int:
+        """Tokens made since the start, those of unfinished jobs too, as of the last advance."""
+        return self.counters.generation_tokens + sum(map(self._tokens, self._sequences.values()))
+
     def weights(self, job_id: str) -> str:
         """What computes this job's tokens, empty before it was admitted."""
         sequence = self._sequences.get(job_id)
