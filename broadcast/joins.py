@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from broadcast.answer import Answer, NoAnswer
+from broadcast.answers import words
 from broadcast.ledger import LiveAdapter
 from routing.ids import ReplicaId
 
@@ -91,7 +92,7 @@ def _who(replica: ReplicaId, urls: Urls) -> str:
 def _what(answer: Answer | NoAnswer) -> str:
     if isinstance(answer, NoAnswer):
         return f"gave no answer ({answer.cause}{': ' if answer.detail else ''}{answer.detail})"
-    return f"answered {answer.status}: {answer.text(TEXT_CHARS)}"
+    return f"answered {answer.status}: {words(answer, TEXT_CHARS)}"
 
 
 def failure(answers: Answers, urls: Urls, call: str) -> Joined | None:

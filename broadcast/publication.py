@@ -619,7 +619,9 @@ def _too_few(state: Publication) -> Failure:
     )
     text = f"{len(state.left)} of {len(state.replicas)} replicas are left, {state.needed} needed"
     blind = any(p.outcome is LoadOutcome.NOT_VISIBLE for p in gone.values())
-    code = "adapter_not_visible" if blind and state.late else "replicas_lost"
+    code = "replicas_lost"  # the shell begins again after this one alone
+    if state.late:
+        code = "adapter_not_visible" if blind else "adapter_timeout"
     culprit = next(iter(gone)) if len(gone) == 1 else None
     return Failure(504, code, _about(state, f"{text}: {each}"), culprit)
 
