@@ -190,7 +190,7 @@ class Fleet:
         self._been_complete = False
         self._pause: bool | None = False
         self._pause_since_s = now_s
-        self._inflight_of: Counter[str] = Counter()
+        self._inflight_of: Counter[tuple[ReplicaId, str]] = Counter()
         # Rebuilt as a whole by the first look after a change, for the names replicas hold and no
         # others: so it is bounded by replicas times names, and a client cannot make it grow.
         self._routable: tuple[Replica, ...] | None = None
@@ -257,7 +257,11 @@ class Fleet:
 
     def inflight_names(self) -> frozenset[str]:
         """Models that a running request names."""
-        return frozenset(self._inflight_of)
+        return frozenset(model for _, model in self._inflight_of)
+
+    def runs(self, replica: ReplicaId, model: str) -> bool:
+        """Whether a running request there names ``model``."""
+        return (replica, model) in self._inflight_of
 
     def inflight(self) -> int:
         return sum(r.inflight for r in self)
@@ -267,7 +271,7 @@ class Fleet:
         r = self._replicas[replica]
         r.inflight += weight
         r.routed += weight
-        self._inflight_of[model] += weight
+        self._inflight_of[replica, model] += weight
         return Lease(self, r, model, weight)
 
     # Health
@@ -707,9 +711,10 @@ class Fleet:
 
     def _give_back(self, lease: Lease) -> None:
         lease.replica.inflight -= lease.weight
-        self._inflight_of[lease.model] -= lease.weight
-        if self._inflight_of[lease.model] <= 0:
-            del self._inflight_of[lease.model]
+        key = (lease.replica.id, lease.model)
+        self._inflight_of[key] -= lease.weight
+        if self._inflight_of[key] <= 0:
+            del self._inflight_of[key]
 
     def _changed(self) -> None:
         self._routable = None

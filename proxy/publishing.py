@@ -334,6 +334,7 @@ class Publishing:
             adapter = ledger.get(name)
             if adapter is not None and not await asyncio.to_thread(_readable, adapter.loaded_from):
                 gone.add(name)
+        replicas.files_gone = frozenset(gone)
         inflight = replicas.fleet.inflight_names()
         for name in ledger.retirable(replicas.now_s(), inflight, gone):
             lock = self.alone(name)

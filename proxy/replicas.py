@@ -55,6 +55,9 @@ class Replicas:
         self.metrics = metrics
         self.rebuilding = True
         """The ledger is not known to be right yet: no name is called unknown meanwhile."""
+        self.files_gone: frozenset[str] = frozenset()
+        """Retired names whose files cannot be read any more. A replica that pushed one of them out
+        of its slots would die reading it back: they go only where a request of them runs."""
         self.one_alone = asyncio.Lock()
         """Held while a suspect body is tried alone on a replica."""
         self.on_transition: list[Callable[[Transition], None]] = []
@@ -129,6 +132,8 @@ class Replicas:
     def candidates(self, model: str) -> tuple[Replica, ...]:
         """Replicas that may get a request for ``model``; an empty name is the base model."""
         found = self.fleet.candidates(model) if model else self.fleet.routable()
+        if model in self.files_gone:
+            found = tuple(r for r in found if self.fleet.runs(r.id, model))
         if self._reserved:
             return tuple(r for r in found if r.id not in self._reserved)
         return found

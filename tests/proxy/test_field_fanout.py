@@ -19,9 +19,7 @@ TOO_HIGH = (
 
 def unloads(replica: SimulatedReplica) -> list[bytes]:
     """Names a replica was told to unload."""
-    return [
-        orjson.loads(c.body).get("lora_name") for c in replica.calls(UNLOAD) if c.body != b"{}"
-    ]
+    return [orjson.loads(c.body).get("lora_name") for c in replica.calls(UNLOAD) if c.body != b"{}"]
 
 
 async def test_a_roll_back_waits_for_the_load_that_is_still_out(start, pair, tmp_path):

@@ -126,9 +126,7 @@ async def test_the_policies_before_are_served_while_one_replica_stays_blind(
 async def test_where_all_replicas_are_needed_a_blind_one_rolls_back(start, pair, tmp_path):
     """O-03 under ``--min-replicas all``: unloaded from the others, and never 404."""
     async with SimulatedReplica() as c:
-        running = await start(
-            [r.url for r in (*pair, c)], load_timeout_s=0.5, min_replicas="all"
-        )
+        running = await start([r.url for r in (*pair, c)], load_timeout_s=0.5, min_replicas="all")
         await publish(running, tmp_path, 0)
         c.faults.add(LOAD, status=404, body=NO_ADAPTER)
         path = write_adapter(tmp_path / policy(1), seed=1)

@@ -18,6 +18,11 @@ def policy(version: int) -> str:
     return f"trl-policy-v{version}"
 
 
+def save(folder: Path, version: int, seed: str = "") -> Path:
+    """A small adapter: writing one of the usual size takes longer than publishing it."""
+    return write_adapter(folder / policy(version), f"{seed}{version}", hidden=16, layers=1)
+
+
 async def load(running: Running, name: str, path: Path | str) -> httpx.Response:
     body = {"lora_name": name, "lora_path": str(path), "load_inplace": False}
     return await running.client.post(LOAD, json=body)
@@ -25,7 +30,7 @@ async def load(running: Running, name: str, path: Path | str) -> httpx.Response:
 
 async def publish(running: Running, folder: Path, version: int, *, seed: str = "") -> None:
     """One adapter of this version, which must be answered 200."""
-    path = write_adapter(folder / policy(version), seed=f"{seed}{version}")
+    path = save(folder, version, seed)
     answer = await load(running, policy(version), path)
     assert answer.status_code == 200, answer.text
 
@@ -43,7 +48,7 @@ class Trainer:
         """TRL 1.16, async_grpo_trainer.py: the calls of one weight sync, in their order."""
         client = self.running.client
         version = self.version = self.version + 1
-        path = write_adapter(self.folder / policy(version), seed=version)
+        path = save(self.folder, version)
         assert (await client.post("/pause?mode=keep")).status_code == 200
         answer = await load(self.running, policy(version), path)
         assert answer.status_code == 200, answer.text
