@@ -64,6 +64,9 @@ IN_PLACE = frozenset(
 )
 """They change weights under names in use: an acknowledged pause is made real before them."""
 CHANGES_WEIGHTS = frozenset(("/update_weights", "/finish_weight_update"))
+STILL_PAUSED_S = 300.0
+"""A pause with no control call for so long is told, again and again: TRL 1.16 saves an adapter
+between a pause and its load, which takes seconds, and does not resume when it dies there."""
 LONG = frozenset(("/update_weights", "/finish_weight_update", "/collective_rpc", "/sleep"))
 
 
@@ -125,6 +128,7 @@ class Control:
         self._order = asyncio.Lock()
         self._loads: dict[tuple[str, str], asyncio.Task[Answer | Joined]] = {}
         self._elided = 0
+        self._pause_watch: asyncio.Task[None] | None = None
 
     # Adapters
 
@@ -532,9 +536,29 @@ class Control:
                 try:
                     return await work
                 finally:
+                    self._watch_pause()
                     await self._save()
 
         return await asyncio.shield(self._tasks.start(run(), name))
+
+    def _watch_pause(self) -> None:
+        """After each call: tell of a pause that nobody ends."""
+        if self._pause_watch is not None:
+            self._pause_watch.cancel()
+        self._pause_watch = None
+        if self._pause.paused:
+            self._pause_watch = self._tasks.start(self._tell_paused(), "pause watch")
+
+    async def _tell_paused(self) -> None:
+        since_s = self.replicas.now_s()
+        while True:
+            await asyncio.sleep(STILL_PAUSED_S)
+            log.warning(
+                "the trainer's pause has stood for %.0f s without another call from it; "
+                "%s. If the trainer is gone, POST /resume",
+                self.replicas.now_s() - since_s,
+                "the replicas stand still" if self._pause.real else "the replicas go on",
+            )
 
     async def _save(self) -> None:
         if self._journal is not None:

@@ -12,49 +12,51 @@ from tests.proxy.trainer import UNLOAD, Trainer, policy, publish
 
 PATH = "/v1/completions"
 INFO = "/server_info?config_format=json"
+PROMPT = [1, 2, 3]
 
 
-async def slow_rollout(running, replicas, name: str, seconds: float):
-    """A generation that takes about so long on replicas with ``step_s`` of 0.01; under way."""
+async def begun(running, replicas, name: str, **fault):
+    """A generation under way, held by a fault: its task, who has it, and who has not."""
     # The daemon's own look at the first policy's weights: two calls each, not to be mistaken.
     await until(lambda: all(len(r.calls(PATH)) == 2 and not r.in_flight for r in replicas))
-    work = running.complete(name, [1, 2, 3], max_tokens=int(seconds / 0.01))
-    task = running.daemon.tasks.start(work, "rollout")
-    await until(lambda: any(r.in_flight for r in replicas))
-    return task
+    for replica in replicas:
+        replica.faults.add(PATH, **fault)
+    task = running.daemon.tasks.start(running.complete(name, PROMPT), "rollout")
+    await until(lambda: any(len(r.calls(PATH)) == 3 for r in replicas))
+    for replica in replicas:
+        replica.faults.clear()
+    return task, *sorted(replicas, key=lambda r: -len(r.calls(PATH)))
 
 
 async def test_a_rollout_of_an_unloaded_name_whose_replica_resets_is_served_elsewhere(
-    start, tmp_path
+    start, pair, tmp_path
 ):
     """O-12. The trainer is six syncs on, has unloaded v1 and deleted its directory."""
-    async with SimulatedReplica(step_s=0.01) as a, SimulatedReplica(step_s=0.01) as b:
-        running = await start([a.url, b.url], own_copies="auto")
-        trainer = Trainer(running, tmp_path)
+    running = await start([r.url for r in pair], own_copies="auto")
+    trainer = Trainer(running, tmp_path)
+    await trainer.sync()
+    rollout, holder, other = await begun(running, pair, policy(1), hang=True)
+    for _ in range(6):
         await trainer.sync()
-        rollout = await slow_rollout(running, (a, b), policy(1), 3.0)
-        for _ in range(6):
-            await trainer.sync()
-        assert not (tmp_path / policy(1)).exists()
-        assert (await running.status())["policy"]["retired"] == [policy(1), policy(2)]
-        first, other = (a, b) if a.in_flight else (b, a)
-        expected = other.expected_tokens(policy(1), [1, 2, 3], 300)
-        first.refuse()
-        await first.listen()
-        answer = await rollout
-        assert answer.status_code == 200
-        assert answer.json()["choices"][0]["token_ids"] == expected
-        assert other.calls(PATH)[-1].body == first.calls(PATH)[-1].body
-        again = await running.complete(policy(1), [1, 2, 3])  # TRL's own retry: the same payload
-        assert again.status_code == 200
+    assert not (tmp_path / policy(1)).exists()
+    assert (await running.status())["policy"]["retired"] == [policy(1), policy(2)]
+    expected = other.expected_tokens(policy(1), PROMPT, 8)
+    holder.refuse()
+    await holder.listen()
+    answer = await rollout
+    assert answer.status_code == 200
+    assert answer.json()["choices"][0]["token_ids"] == expected
+    assert other.calls(PATH)[-1].body == holder.calls(PATH)[-1].body
+    again = await running.complete(policy(1), PROMPT)  # TRL's own retry: the same payload
+    assert again.status_code == 200
 
 
 async def test_an_unload_is_answered_while_a_rollout_of_the_name_runs_on(start, tmp_path):
     """O-12. It returns at once, and the replicas are told only after the last rollout."""
-    async with SimulatedReplica(step_s=0.01) as a:
-        running = await start([a.url], retire_grace_s=0.05)
+    async with SimulatedReplica() as a:
+        running = await start([a.url], retire_grace_s=0.0)
         await publish(running, tmp_path, 1)
-        rollout = await slow_rollout(running, (a,), policy(1), 0.6)
+        rollout, *_ = await begun(running, (a,), policy(1), delay_s=1.5)
         answer = await running.client.post(UNLOAD, json={"lora_name": policy(1)})
         assert answer.status_code == 200
         await running.daemon.publishing.sweep_once()
@@ -64,43 +66,40 @@ async def test_an_unload_is_answered_while_a_rollout_of_the_name_runs_on(start, 
         await until(lambda: not a.names)
 
 
-@pytest.mark.parametrize("running_there", [False, True])
-async def test_a_name_whose_files_are_gone_goes_only_where_it_cannot_be_read_again(
-    start, tmp_path, running_there
+@pytest.mark.parametrize("holder_lives", [False, True])
+async def test_a_name_whose_files_are_gone_goes_only_where_it_is_in_use(
+    start, pair, tmp_path, holder_lives
 ):
-    """O-12. An engine that evicted it dies of reading it; one with a request of it keeps it."""
-    async with SimulatedReplica(step_s=0.01) as a, SimulatedReplica(step_s=0.01) as b:
-        running = await start([a.url, b.url], router="round-robin", hold_s=0.2)
-        await publish(running, tmp_path, 1)
-        rollout = await slow_rollout(running, (a, b), policy(1), 1.0)
-        holder, other = (a, b) if a.in_flight else (b, a)
-        await running.client.post(UNLOAD, json={"lora_name": policy(1)})
-        shutil.rmtree(tmp_path / policy(1))
-        other.engine.adapters.clear()  # pushed out by later ones
-        await running.daemon.publishing.sweep_once()
-        if running_there:
-            for n in range(3):
-                answer = await running.complete(policy(1), [n])
-                assert answer.status_code == 200
-                assert answer.headers["x-rollmux-replica"] == ("r0" if holder is a else "r1")
-            assert (await rollout).status_code == 200
-        else:
-            holder.refuse()
-            answer = await rollout
-            assert answer.status_code in (404, 503)
-            assert answer.json()["error"]["message"]
-        assert not other.engine.dead
-        assert len(other.calls(PATH)) == 2
+    """O-12. An engine that has pushed it out of its slots dies of reading it again."""
+    running = await start([r.url for r in pair], router="round-robin", hold_s=0.2)
+    await publish(running, tmp_path, 1)
+    rollout, holder, other = await begun(running, pair, policy(1), hang=True)
+    await running.client.post(UNLOAD, json={"lora_name": policy(1)})
+    shutil.rmtree(tmp_path / policy(1))
+    other.engine.adapters.clear()  # pushed out by later ones
+    await running.daemon.publishing.sweep_once()
+    if holder_lives:
+        for n in range(3):
+            assert (await running.complete(policy(1), [n])).status_code == 200
+        assert len(holder.calls(PATH)) == 6
+        rollout.cancel()
+    else:
+        holder.refuse()
+        answer = await rollout
+        assert answer.status_code in (404, 503)
+        assert policy(1) in answer.json()["error"]["message"]
+    assert len(other.calls(PATH)) == 2
+    assert not other.engine.dead
 
 
-async def test_fifty_syncs_with_enough_slots_push_nothing_out_and_warn_of_nothing(
+async def test_many_syncs_with_enough_slots_push_nothing_out_and_warn_of_nothing(
     start, tmp_path, caplog
 ):
-    """O-13. An unload frees no slot: what is used last stays, and what is left over is evicted."""
+    """O-13. An unload frees no slot: what is left over is pushed out, and its files are gone."""
     async with SimulatedReplica(max_loras=3, max_cpu_loras=6) as a:
-        running = await start([a.url], own_copies="auto", retire_grace_s=0.0)
+        running = await start([a.url], retire_grace_s=0.0)
         trainer = Trainer(running, tmp_path, staleness=1)
-        for _ in range(50):
+        for _ in range(20):
             await trainer.sync()
             for version in {trainer.version, max(1, trainer.version - 1)}:
                 answer = await running.complete(policy(version), [1, 2, 3])
