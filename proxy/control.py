@@ -51,6 +51,9 @@ T = TypeVar("T")
 
 WEIGHT_SYNC_TIMEOUT_S = 1800.0
 """TRL 1.16 gives a weight update so long (``weight_sync_timeout``)."""
+READ_TIMEOUT_S = 10.0
+"""One replica's answer to a read; who is silent for longer is left out of the joined one. A server
+busy reading a large adapter answers late (field report O-21: 7 s)."""
 POLICY_PREFIX = "trl-policy-"
 """TRL 1.16, async_grpo_trainer.py: names of the adapters it publishes."""
 IN_PLACE = frozenset(
@@ -277,11 +280,16 @@ class Control:
             if not joined.ok:
                 raise UpstreamLost(f"the pause could not be made real: {joined.body.decode()}")
 
-    async def _abandon_pause(self) -> None:
-        """Nobody will resume: take the pause back, acknowledged or real."""
+    async def _abandon_pause(self, *, joining: bool = False) -> None:
+        """Nobody will resume: take the pause back, acknowledged or real.
+
+        ``joining``: on replicas that are not ready yet, too.
+        """
         decision = self._pause.abandon()
         if decision is not None:
-            left = await self._resume_these(tuple(r.id for r in self.replicas.fleet.routable()))
+            states = {ReplicaState.READY, ReplicaState.JOINING} if joining else {ReplicaState.READY}
+            targets = tuple(r.id for r in self.replicas.fleet if r.state in states)
+            left = await self._resume_these(targets)
             self._pause.resume_done(left)
         self._count_elided()
 
@@ -353,7 +361,8 @@ class Control:
         if path == "/is_paused":
             return joins.is_paused(self._pause.paused)
         targets = await self._ready(path)
-        answers = await self._fanout.all(targets, "GET", target, timeout_s=self._control_timeout_s)
+        timeout_s = min(READ_TIMEOUT_S, self._control_timeout_s)
+        answers = await self._fanout.all(targets, "GET", target, timeout_s=timeout_s)
         urls = self._fanout.urls()
         match path:
             case "/is_sleeping":
@@ -478,8 +487,9 @@ class Control:
         return names
 
     async def release(self) -> Answer:
-        """The trainer is gone: nothing is left paused."""
-        await self._in_order(self._abandon_pause(), "release")
+        """The trainer is gone: nothing is left paused, by the last daemon of this run neither."""
+        await self._rejoin.rebuilt()
+        await self._in_order(self._abandon_pause(joining=True), "release")
         return Answer(200, b'{"released":true}', "application/json")
 
     # Membership

@@ -29,6 +29,8 @@ log = logging.getLogger("rollmux")
 REBUILD_S = 10.0
 """After the first replica was seen, the others have so long to be seen too before the ledger is
 taken as rebuilt. Replicas that survived the daemon answer in milliseconds."""
+LOOK_S = 0.05
+"""How often a release looks whether the replicas have been seen."""
 MARKER_PREFIX = "rollmux-"
 CLEAR = "/reset_prefix_cache?reset_running_requests=true"
 
@@ -325,6 +327,13 @@ class Rejoin:
                     await self._rebuilt.wait()
             except TimeoutError:
                 self._adopt()
+
+    async def rebuilt(self) -> None:
+        """Until it is known what the last daemon left, or that no replica is there to tell."""
+        while not self._rebuilt.is_set():
+            if all(r.id in self._seen for r in self._replicas.fleet):
+                return
+            await self._replicas.changed(LOOK_S)
 
     def _adopt(self) -> None:
         """All that can be seen is seen: take over what the last daemon of this run left."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx
+
 from benchmarks.adapter import write_adapter
 from benchmarks.replica import SimulatedReplica
 
@@ -169,3 +171,16 @@ async def test_a_replica_another_run_has_marked_stays_out(start, pair):
     assert len(running.daemon.replicas.fleet.routable()) == 1
     out = next(r for r in (await running.status())["replicas"] if r["state"] != "ready")
     assert "another run" in out["last_error"]
+
+
+async def test_release_right_after_a_restart_resumes_what_the_last_daemon_paused(start, pair):
+    """The trainer dies with the daemon: the next daemon is told to let go before it has looked."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+        for replica in pair:
+            replica.weight_version = "rollmux-this-run"
+            assert (await client.post(f"{replica.url}/pause?mode=keep")).status_code == 200
+        running = await start([r.url for r in pair], pause="eager", ready=0)
+        assert (await running.client.post("/proxy/release")).status_code == 200
+        for replica in pair:
+            answer = await client.get(f"{replica.url}/is_paused")
+            assert answer.json() == {"is_paused": False}
