@@ -142,7 +142,9 @@ class Control:
         task = self._loads.get(key)
         if task is None:
             work = self._load_alone(call)
-            task = self._loads[key] = self._tasks.start(work, f"load call {call.name}")
+            task = self._loads[key] = self._tasks.start(
+                work, f"load call {call.name}", awaited=True
+            )
             task.add_done_callback(lambda _: self._loads.pop(key, None))
         return await asyncio.shield(task)
 
@@ -549,7 +551,7 @@ class Control:
                     self._watch_pause()
                     await self._save()
 
-        return await asyncio.shield(self._tasks.start(run(), name))
+        return await asyncio.shield(self._tasks.start(run(), name, awaited=True))
 
     def _watch_pause(self) -> None:
         """After each call: tell of a pause that nobody ends."""

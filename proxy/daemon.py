@@ -48,6 +48,8 @@ CLIENT_IDLE_S = 75
 """Longer than aiohttp's 15 s, so that the client and never the server drops an idle connection."""
 DEFAULT_BLOCK_TOKENS = 16
 """vLLM's own default (0.27.1), used while no replica has told its block size."""
+LOOK_S = 1.0
+"""What a stop may wait for looks at replicas that are under way."""
 RELEASE_S = 5.0
 """What a stop may spend on resuming replicas that are really paused."""
 
@@ -213,6 +215,7 @@ class Daemon:
                 await self.control.release()
         except TimeoutError:
             log.error("replicas may be left paused: they did not answer a resume in time")
+        await self.probes.close(LOOK_S)
         await self.tasks.close()
         self.replicas.close()
         await self.calls.close()

@@ -127,12 +127,24 @@ class Probes:
         self._catch_up = catch_up
         self._tasks = tasks
         self._kicks: dict[ReplicaId, asyncio.Event] = {}
+        self._watches: set[asyncio.Task[None]] = set()
+        self._closing = False
         replicas.on_transition.append(self._moved)
 
     def watch(self, replica: Replica) -> None:
         """Start looking at a new replica."""
         self._kicks[replica.id] = asyncio.Event()
-        self._tasks.start(self._watch(replica), f"probe {replica.id}")
+        watch = self._tasks.start(self._watch(replica), f"probe {replica.id}")
+        self._watches.add(watch)
+        watch.add_done_callback(self._watches.discard)
+
+    async def close(self, timeout_s: float) -> None:
+        """Let the looks that are under way end; a call broken off may leave its socket open."""
+        self._closing = True
+        for kick in self._kicks.values():
+            kick.set()
+        if self._watches:
+            await asyncio.wait(self._watches, timeout=timeout_s)
 
     def watch_fleet(self) -> None:
         self._tasks.start(self._tick(), "stalls")
@@ -146,7 +158,7 @@ class Probes:
     async def _watch(self, replica: Replica) -> None:
         fleet = self._replicas.fleet
         kick = self._kicks[replica.id]
-        while replica.id in fleet:
+        while replica.id in fleet and not self._closing:
             kick.clear()
             try:
                 if replica in fleet.to_catch_up(self._replicas.now_s()):

@@ -22,10 +22,13 @@ class Tasks:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def start(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+    def start(
+        self, work: Coroutine[Any, Any, T], name: str, *, awaited: bool = False
+    ) -> asyncio.Task[T]:
+        """``awaited``: somebody waits for the task and is told of its error."""
         task = asyncio.get_running_loop().create_task(work, name=f"{self._owner}/{name}")
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._tasks.discard if awaited else self._ended)
         return task
 
     async def close(self, timeout_s: float = 5.0) -> None:
