@@ -93,7 +93,12 @@ async def start() -> AsyncIterator[Start]:
             stack.push_async_callback(daemon.stop)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             client = await stack.enter_async_context(
-                httpx.AsyncClient(base_url=url, timeout=DEADLINE_S, trust_env=False)
+                httpx.AsyncClient(
+                    base_url=url,
+                    timeout=DEADLINE_S,
+                    trust_env=False,
+                    limits=httpx.Limits(max_connections=None),
+                )
             )
             running = Running(daemon, url, client)
             await running.until_ready(len(urls) if ready is None else ready)
