@@ -81,6 +81,12 @@ class Metrics:
         self.disconnects = counter(
             "client_disconnects_total", "Clients that went away, by phase.", "phase"
         )
+        self.gave_up_seconds = histogram(
+            "client_gave_up_seconds",
+            "Age of a generation whose client went away while a replica had it.",
+            _GENERATION_S,
+            "replica",
+        )
         self.loop_lag = gauge("event_loop_lag_seconds", "Lateness of a timer, worst in 10 s.")
         self.build_info = gauge("build_info", "Always 1: the version.", "version")
         self.build_info.labels(version).set(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
 from typing import Any
@@ -12,7 +13,14 @@ from proxy.metrics import Metrics
 from proxy.record import RequestRecord
 from proxy.replicas import Replicas
 
+log = logging.getLogger("rollmux")
+
 KEPT_PUBLICATIONS = 20
+PATIENCE_S = 300.0
+"""A client that leaves after so long did not stop its run: its own timeout has struck, TRL's
+``request_timeout`` of 600 s, and it will send the same again."""
+HINT_EVERY_S = 60.0
+"""Between two hints: a whole batch may give up at once."""
 
 
 class Status:
@@ -25,6 +33,7 @@ class Status:
         self._version = version
         self._started_s = time.monotonic()
         self._routed: Counter[str] = Counter()
+        self._hinted_s = -HINT_EVERY_S
         self._publications: deque[dict[str, Any]] = deque(maxlen=KEPT_PUBLICATIONS)
 
     # Sinks
@@ -38,12 +47,27 @@ class Status:
             metrics.failovers.labels(replica, cause).inc()
         if record.client_gone:
             metrics.disconnects.labels(record.phase).inc()
+            if record.phase in ("upstream", "reply"):
+                self._gave_up(record)
         if record.decision:
             self._routed[record.decision] += 1
             metrics.decisions.labels(metrics.word(record.decision)).inc()
             metrics.upstream_seconds.labels(record.replica).observe(record.ended_s - record.sent_s)
             if record.attempts == 1:
                 metrics.overhead_seconds.observe(record.sent_s - record.received_s)
+
+    def _gave_up(self, record: RequestRecord) -> None:
+        """The client left while a replica was at work for it."""
+        age_s = record.ended_s - record.started_s
+        self._metrics.gave_up_seconds.labels(record.replica).observe(age_s)
+        if age_s >= PATIENCE_S and record.ended_s - self._hinted_s >= HINT_EVERY_S:
+            self._hinted_s = record.ended_s
+            log.warning(
+                "a client gave up a generation on %s after %.0f s, and what it had cost is lost. "
+                "Where this goes on, raise the trainer's request_timeout or lower the load",
+                self._replicas.label(record.replica),
+                age_s,
+            )
 
     def on_publication(self, result: PublicationResult) -> None:
         """One publication has ended."""
