@@ -52,12 +52,13 @@ def replica_running(
     options: Sequence[str] = (),
     *,
     before: Sequence[str | Path] = (),
+    port: int | None = None,
 ) -> Iterator[tuple[str, Process]]:
     """One vLLM server, started but not yet waited for: (its URL, the process).
 
     `before` comes first on its command line: see `lagging_mount.seen_at`.
     """
-    port = free_port()
+    port = port or free_port()
     env = parts.child_environment(
         VLLM_SERVER_DEV_MODE="1",
         VLLM_ALLOW_RUNTIME_LORA_UPDATING="1",

@@ -12,8 +12,8 @@ import shutil
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 
 from tests.e2e.conftest import RealParts
-from tests.e2e.processes import ROOT, Process, free_port
+from tests.e2e.processes import ROOT, Process, free_port, running
 from tests.e2e.tap import Exchange, Rewrite, tapped
 
 RECIPE = ROOT / "trainer_entry" / "recipes" / "sanity_lora.py"
@@ -48,6 +48,7 @@ class Run:
     output: str = ""
     daemon_port: int = 0
     exchanges: list[Exchange] = field(default_factory=list)
+    lost: list[tuple[str, str]] = field(default_factory=list)  # calls whose connection broke
     publications: list[Publication] = field(default_factory=list)
     daemon_metrics: str = ""  # at the last publication
     preemptions: dict[str, float] = field(default_factory=dict)  # replica URL -> during the run
@@ -84,19 +85,20 @@ def run_job(
     *,
     port: int | None = None,
     planted: Rewrite | None = None,
+    out: Path | None = None,
 ) -> Run:
-    """Run the job once. `planted` falsifies what the second replica is asked."""
-    run = Run(daemon_port=port or free_port(), output_dir=directory / "out")
+    """Run the job once. `planted` falsifies what the second replica is asked.
+
+    `out` is the trainer's output directory, `directory`/out unless told.
+    """
+    run = Run(daemon_port=port or free_port(), output_dir=out or directory / "out")
     before = {url: preemptions(url) for url in replicas}
 
     def note_publication(exchange: Exchange) -> None:
         if exchange.path != LOAD or exchange.status != 200:
             return
-        asked = exchange.request
-        copy = directory / "published" / asked["lora_name"]
-        shutil.copytree(asked["lora_path"], copy, dirs_exist_ok=True)
         listed = settled_adapters(replicas)
-        run.publications.append(Publication(asked["lora_name"], copy, listed))
+        run.publications.append(keep_published(exchange, directory, listed))
         run.daemon_metrics = httpx.get(
             f"http://127.0.0.1:{run.daemon_port}/metrics", timeout=10, trust_env=False
         ).text
@@ -105,27 +107,55 @@ def run_job(
         second = replicas[1]
         if planted:
             second = stack.enter_context(tapped(second, rewrite=planted)).url
-        tap = stack.enter_context(
-            tapped(f"http://127.0.0.1:{run.daemon_port}", before_answer=note_publication)
+        urls = replicas[0], second
+        stack.enter_context(
+            job_running(parts, urls, directory, run, trainer, before_answer=note_publication)
         )
-        job = Process(
-            "rollmux run",
-            [
-                *(sys.executable, "-m", "proxy", "run", "--port", str(run.daemon_port)),
-                *("--replica", replicas[0], "--replica", second),
-                *("--", *trainer(parts, tap.url, run.output_dir)),
-            ],
-            parts.child_environment(),
-            directory / "job.log",
-        )
-        stack.callback(job.stop)
-        run.exit_code = job.wait(JOB_S)
-        run.output = job.log.read_text(errors="replace")
-    run.exchanges = tap.exchanges
-    if tap.faults:
-        raise tap.faults[0]
     run.preemptions = {url: preemptions(url) - before[url] for url in replicas}
     return run
+
+
+@contextmanager
+def job_running(
+    parts: RealParts,
+    replicas: Sequence[str],
+    directory: Path,
+    run: Run,
+    trainer: Trainer = recipe,
+    *,
+    before_answer: Callable[[Exchange], None],
+    options: Sequence[str] = (),
+) -> Iterator[Process]:
+    """The job, with a tap before the daemon. Leaving the block waits for its end.
+
+    Fills in `run`: what the trainer saw from the start on, the rest at the end. `options` are those
+    of `rollmux serve`.
+    """
+    daemon = f"http://127.0.0.1:{run.daemon_port}"
+    with tapped(daemon, before_answer=before_answer) as tap:
+        run.exchanges, run.lost = tap.exchanges, tap.lost
+        command = [
+            *(sys.executable, "-m", "proxy", "run", "--port", str(run.daemon_port), *options),
+            *(part for url in replicas for part in ("--replica", url)),
+            *("--", *trainer(parts, tap.url, run.output_dir)),
+        ]
+        log = directory / "job.log"
+        with running("rollmux run", command, parts.child_environment(), log) as job:
+            yield job
+            run.exit_code = job.wait(JOB_S)
+            run.output = log.read_text(errors="replace")
+    if tap.faults:
+        raise tap.faults[0]
+
+
+def keep_published(
+    exchange: Exchange, directory: Path, listed: Mapping[str, frozenset[str]] | None = None
+) -> Publication:
+    """Copies what an answered load was about to `directory`/published."""
+    name = exchange.request["lora_name"]
+    copy = directory / "published" / name
+    shutil.copytree(exchange.request["lora_path"], copy, dirs_exist_ok=True)
+    return Publication(name, copy, listed or {})
 
 
 def judge(run: Run, reference: str, *, steps: int, publications: int) -> None:
@@ -145,8 +175,8 @@ def judge(run: Run, reference: str, *, steps: int, publications: int) -> None:
 def judge_serving(run: Run, reference: str, *, publications: int) -> None:
     """Those checks of `judge` that hold for any trainer."""
     assert len(run.publications) >= publications, f"{len(run.publications)} publications"
-    other = [(e.method, e.path, e.status, e.text[:300]) for e in run.exchanges if e.status != 200]
-    assert not other, f"the trainer saw answers but 200: {other}"
+    judge_answers(run)
+    assert not run.lost, f"the trainer lost connections: {run.lost}"
     check_weights(run, reference)
     assert len(share_by(run, "x-rollmux-replica")) == 2, "one replica served nothing"
     for publication in run.publications:
@@ -157,6 +187,11 @@ def judge_serving(run: Run, reference: str, *, publications: int) -> None:
     print(f"{len(run.rollouts)} rollouts: {routes} {share_by(run, 'x-rollmux-replica')}")
     assert routes.get("affinity", 0) >= 0.6, f"routes of {len(run.rollouts)} rollouts: {routes}"
     assert not any(run.preemptions.values()), f"preemptions: {run.preemptions}"
+
+
+def judge_answers(run: Run) -> None:
+    other = [(e.method, e.path, e.status, e.text[:300]) for e in run.exchanges if e.status != 200]
+    assert not other, f"the trainer saw answers but 200: {other}"
 
 
 # Between a token's log-probability as served and recomputed in one pass: rounding in float32 was at

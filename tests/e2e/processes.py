@@ -51,6 +51,21 @@ class Process:
     def exit_code(self) -> int | None:
         return self._child.poll()
 
+    def child(self, word: str) -> int:
+        """Pid of its one child with `word` on its command line."""
+        children = Path(f"/proc/{self._child.pid}/task/{self._child.pid}/children").read_text()
+        (found,) = (
+            int(pid)
+            for pid in children.split()
+            if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        )
+        return found
+
+    def kill(self) -> None:
+        """SIGKILL to it and to all that is in its session's first group; gone on return."""
+        os.killpg(self._child.pid, signal.SIGKILL)
+        self._child.wait()
+
     def wait(self, timeout_s: float) -> int:
         """The exit code; after `timeout_s` an AssertionError with the end of the output."""
         try:

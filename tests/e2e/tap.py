@@ -1,7 +1,8 @@
 """A recording pass-through: what one side of the wire saw, and on demand something false.
 
 Between trainer and daemon it keeps every exchange. Between daemon and replica it plants a fault:
-it rewrites the request, and neither side can tell.
+it rewrites the request, and neither side can tell. What is lost behind it is lost in front of it:
+there is never an answer of its own.
 """
 
 from __future__ import annotations
@@ -53,15 +54,16 @@ class Tap:
         before_answer: Callable[[Exchange], None] | None = None,
     ) -> None:
         self.exchanges: list[Exchange] = []
+        self.lost: list[tuple[str, str]] = []  # method and path of calls that got no answer
         self.faults: list[BaseException] = []  # of before_answer; to be raised by the test
         self.url = ""
         self._upstream = upstream
         self._rewrite = rewrite
         self._before_answer = before_answer
-        # Unlimited: this must never be what holds a generation back.
-        self._client = httpx.AsyncClient(
-            timeout=None, limits=httpx.Limits(max_connections=None), trust_env=False
-        )
+        # Unlimited: this must never be what holds a generation back. None is kept: a server that
+        # closes one as it is used again would look like a server that died.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._client = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -80,8 +82,13 @@ class Tap:
                 headers=[(k, v) for k, v in request.headers.items() if k not in NOT_PASSED_ON],
                 content=body,
             )
-        except httpx.HTTPError as error:
-            answer = httpx.Response(502, text=f"nothing behind the tap: {error!r}")
+        except httpx.HTTPError:
+            if not await request.is_disconnected():
+                self.lost.append((request.method, scope["path"]))
+                # ASGI has no word for it: uvicorn's own object, whose method `send` is.
+                send.__self__.transport.abort()
+                await asyncio.sleep(0)  # uvicorn learns of it in the loop's next turn
+            return
         if await request.is_disconnected():
             return  # nobody saw this answer
         exchange = Exchange(
@@ -125,11 +132,20 @@ def tapped(
     upstream: str,
     rewrite: Rewrite | None = None,
     before_answer: Callable[[Exchange], None] | None = None,
+    port: int = 0,
 ) -> Iterator[Tap]:
-    """A Tap on a free loopback port, served from a thread of this process."""
+    """A Tap on a loopback port (0: a free one), served from a thread of this process.
+
+    Before and after, connections to that port are refused.
+    """
     tap = Tap(upstream, rewrite, before_answer)
     config = uvicorn.Config(
-        tap, host="127.0.0.1", port=0, log_config=None, lifespan="on", timeout_graceful_shutdown=1
+        tap,
+        host="127.0.0.1",
+        port=port,
+        log_config=None,
+        lifespan="on",
+        timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
     listener = config.bind_socket()
