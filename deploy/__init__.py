@@ -1,1 +1,1 @@
-"""Puts replicas and a trainer on HF Jobs, Slurm, Kubernetes and compose."""
+"""Will put replicas and a trainer on HF Jobs, Slurm, Kubernetes and compose. Empty so far."""
