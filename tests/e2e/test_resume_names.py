@@ -26,7 +26,7 @@ from tests.e2e.main_job import (
 )
 from tests.e2e.processes import environment_with, free_port, running, wait_for_health
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600, func_only=True)]
 # Longer than two blocks: asked again under the same name, it is found in the prefix cache.
 PROMPT = [random.Random(7).randrange(10, 300) for _ in range(50)]
 REPLY = 24
