@@ -1,4 +1,4 @@
-"""The main job, with a daemon that is killed, and a mount that lags."""
+"""The main job, with replicas that die, a daemon that is killed, and a mount that lags."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -23,6 +24,7 @@ from tests.e2e.main_job import (
     JOB_S,
     LOAD,
     POLICY,
+    UNLOAD,
     Run,
     adapters_of,
     check_weights,
@@ -31,7 +33,7 @@ from tests.e2e.main_job import (
     keep_published,
     recipe,
 )
-from tests.e2e.processes import Process, free_port, running, wait_for_health
+from tests.e2e.processes import Process, free_port, running, wait_for_health, wait_until
 from tests.e2e.tap import Exchange, tapped
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600, func_only=True)]
@@ -103,6 +105,90 @@ def is_ok(exchange: Exchange, path: str) -> bool:
 
 def names(run: Run) -> list[str]:
     return [publication.name for publication in run.publications]
+
+
+def live(run: Run) -> set[str]:
+    """Policies whose load the trainer has been told of, and which it has not unloaded."""
+    told = [e for e in list(run.exchanges) if e.status == 200]
+    loaded = {e.request["lora_name"] for e in told if e.path == LOAD}
+    return loaded - {e.request["lora_name"] for e in told if e.path == UNLOAD}
+
+
+def all_ready(run: Run) -> bool:
+    url = f"http://127.0.0.1:{run.daemon_port}/proxy/status"
+    found = httpx.get(url, timeout=10, trust_env=False).json()["replicas"]
+    return all(replica["state"] == "ready" for replica in found)
+
+
+def test_replica_killed_mid_rollout_is_back_in_service_with_every_live_adapter(
+    real_parts: RealParts, replicas: tuple[str, str], replica: Replica, tmp_path: Path
+) -> None:
+    """Killed as it is asked for a rollout of v2; v3 and v4 are published without it. The trainer is
+    held in the sync of v4 until it is back, for the job would be over sooner than vLLM starts."""
+    run = new_run(tmp_path / "out")
+    killed, back = threading.Event(), threading.Event()
+
+    def before_answer(exchange: Exchange) -> None:
+        if is_ok(exchange, LOAD):
+            run.publications.append(keep_published(exchange, tmp_path))
+        if exchange.path == "/resume" and len(run.publications) == 4:
+            assert back.wait(JOB_S), "the replica is not back"
+
+    def kill_at_v2(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if path == COMPLETIONS and body["model"] == "trl-policy-v2" and not killed.is_set():
+            replica.kill()
+            killed.set()
+        return body
+
+    # Of each generation it was asked for after its restart: the model, what it had been loaded
+    # with, and what was live, all as it was when the call came in.
+    asked: list[tuple[str, set[str], set[str]]] = []
+
+    def note(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if path == COMPLETIONS:
+            held = {e.request["lora_name"] for e in second.exchanges if is_ok(e, LOAD)}
+            asked.append((body["model"], held, live(run)))
+        return body
+
+    with ExitStack() as taps:
+        before = taps.enter_context(ExitStack())
+        first = before.enter_context(tapped(replica.url, rewrite=kill_at_v2))
+        with job_running(
+            real_parts,
+            (replicas[0], first.url),
+            tmp_path,
+            run,
+            partial(steps, 12),
+            before_answer=before_answer,
+        ) as job:
+            try:
+                wait_until(killed.is_set, job, JOB_S, "reach policy v2")
+                # From here connections are refused, as by the port of a process that is gone.
+                before.close()
+                replica.start()
+                port = int(first.url.rpartition(":")[2])
+                second = taps.enter_context(tapped(replica.url, rewrite=note, port=port))
+                wait_until(partial(all_ready, run), job, JOB_S, "have both replicas ready")
+            finally:
+                back.set()
+
+    assert run.exit_code == 0, run.output[-4000:]
+    assert len(run.logged_steps) == 12
+    assert len(run.publications) == 7
+    judge_answers(run)
+    assert not run.lost, f"the trainer lost connections: {run.lost}"
+    assert ("POST", COMPLETIONS) in first.lost, "nothing was in flight on the killed replica"
+
+    assert asked, "it was not asked for anything after its restart"
+    model, held, alive = asked[0]
+    print(
+        f"its first generation is of {model}, while {sorted(alive)} live; it holds {sorted(held)}"
+    )
+    assert alive
+    assert alive <= held, f"asked for {model} when it held {held} of {alive}"
+    without = [(model, held) for model, held, _ in asked if model not in held]
+    assert not without, f"asked for what it did not hold: {without[:3]}"
+    check_weights(run, replicas[0])
 
 
 def test_daemon_killed_between_control_calls_is_a_pause_in_service(
