@@ -112,6 +112,11 @@ async def test_generations_that_race_with_a_pause_are_all_answered_after_it(star
         assert (await running.client.post(KEEP)).status_code == 200
         during = rollouts(range(32, 64))
         await until(lambda: len(a.calls(PATH)) + len(b.calls(PATH)) == 64)
+        for replica in (a, b):  # one that is paused to take weights in answers no probe either
+            replica.faults.add("/is_paused", hang=True)
+        probed = [len(r.calls("/is_paused")) for r in (a, b)]
+        await until(lambda: all(len(r.calls("/is_paused")) > n
+                                for r, n in zip((a, b), probed, strict=True)))  # fmt: skip
         for later_s in (10, 20, 45):
             replicas.apply(replicas.fleet.tick(replicas.now_s() + later_s))
         done = sum(task.done() for task in before)
@@ -121,6 +126,8 @@ async def test_generations_that_race_with_a_pause_are_all_answered_after_it(star
             == sum(r["inflight"] for r in (await running.status())["replicas"])
         )
         assert not any(task.done() for task in during)
+        for replica in (a, b):
+            replica.faults.clear()
         assert (await running.client.post("/resume")).status_code == 200
         answers = await asyncio.gather(*before, *during)
         assert {x.status_code for x in answers} == {200}

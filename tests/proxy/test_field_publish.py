@@ -65,11 +65,14 @@ async def test_a_mount_that_never_forgets_while_it_is_asked_is_left_alone_for_a_
     """O-01 with a memory of 30 s, longer than the longest usual wait."""
     monkeypatch.setattr(publication, "QUIET_AFTER_S", 0.3)
     monkeypatch.setattr(publication, "QUIET_S", 0.6)
-    folder = LaggingFolder(tmp_path, lag_s=0.1, negative_ttl_s=0.5, restarting=True)
+    folder = LaggingFolder(tmp_path, lag_s=0.7, negative_ttl_s=0.5, restarting=True)
     async with SimulatedReplica() as a, SimulatedReplica(folder=folder) as b:
         running = await start([a.url, b.url], load_retry_max_s=0.1, load_timeout_s=5.0)
         answer = await load(running, policy(1), write_adapter(tmp_path / policy(1), seed=1))
         assert answer.status_code == 200
+        (shown,) = (await running.status())["publications"]
+        assert shown["dropped"] == []
+        assert shown["attempts"]["r1"] > 2
         assert list(b.names) == [policy(1)]
 
 
