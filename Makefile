@@ -30,8 +30,10 @@ e2e: $(READY) ## end to end on real vLLM and TRL, on the CPU (builds 3.5 GB once
 	@$(PYTHON) tests/e2e/environment.py
 	@$(PYTHON) -m pytest -q -m e2e tests/e2e $(ARGS)
 
-bench: $(READY) ## measurements, a few minutes
+bench: $(READY) ## measurements, about ten minutes
 	@$(PYTHON) -m benchmarks.decisions
+	@$(PYTHON) -m benchmarks.publication
+	@$(PYTHON) -m benchmarks.syncs
 
 docs: $(READY) ## the tables of README.md and docs/, from the source
 	@$(PYTHON) -m proxy.reference
