@@ -7,9 +7,8 @@ import asyncio
 import orjson
 import pytest
 
-from benchmarks.adapter import write_adapter
 from benchmarks.replica import SimulatedReplica
-from tests.proxy.trainer import LOAD, UNLOAD, load, policy, publish
+from tests.proxy.trainer import LOAD, UNLOAD, load, policy, publish, save
 
 TOO_HIGH = (
     b'{"error":{"message":"Call to add_lora method failed: LoRA rank 16 is greater than '
@@ -29,7 +28,7 @@ async def test_a_roll_back_waits_for_the_load_that_is_still_out(start, pair, tmp
         pair[0].faults.add(LOAD, late_s=0.05)
         pair[1].faults.add(LOAD, status=500, body=TOO_HIGH)
         c.faults.add(LOAD, late_s=0.4)
-        answer = await load(running, policy(9), write_adapter(tmp_path / policy(9), seed=9))
+        answer = await load(running, policy(9), save(tmp_path, 9))
         assert c.calls(LOAD)[0].answered_s is not None
         assert answer.status_code == 500
         message = answer.json()["error"]["message"]
@@ -48,7 +47,7 @@ async def test_a_load_that_is_never_answered_is_given_up_while_others_serve(star
     running = await start([r.url for r in pair], attempt_timeout_s=0.2, load_timeout_s=0.7)
     await publish(running, tmp_path, 0)
     pair[1].faults.add(LOAD, hang=True)
-    path = write_adapter(tmp_path / policy(1), seed=1)
+    path = save(tmp_path, 1)
     call = asyncio.ensure_future(load(running, policy(1), path))
     served = 0
     while not call.done():
@@ -67,7 +66,7 @@ async def test_a_silent_replica_is_504_and_rolled_back_where_all_are_needed(star
         [r.url for r in pair], attempt_timeout_s=0.2, load_timeout_s=0.5, min_replicas="all"
     )
     pair[1].faults.add(LOAD, hang=True)
-    answer = await load(running, policy(1), write_adapter(tmp_path / policy(1), seed=1))
+    answer = await load(running, policy(1), save(tmp_path, 1))
     assert answer.status_code == 504
     message = answer.json()["error"]["message"]
     assert f"r1 is {pair[1].url}" in message
@@ -79,7 +78,7 @@ async def test_a_replica_silent_for_a_while_gets_the_adapter_after_all(start, pa
     """O-09. Nothing for some attempts, then 200."""
     running = await start([r.url for r in pair], attempt_timeout_s=0.2)
     pair[1].faults.add(LOAD, hang=True, times=2)
-    answer = await load(running, policy(1), write_adapter(tmp_path / policy(1), seed=1))
+    answer = await load(running, policy(1), save(tmp_path, 1))
     assert answer.status_code == 200
     assert [list(r.names) for r in pair] == [[policy(1)]] * 2
     assert (await running.status())["publications"][-1]["attempts"] == {"r0": 1, "r1": 3}
@@ -89,7 +88,7 @@ async def test_a_load_carried_out_whose_answer_is_lost_counts_as_loaded(start, p
     """O-10. It is looked up instead of done again; vLLM would answer 400 to a second one."""
     running = await start([r.url for r in pair])
     pair[1].faults.add(LOAD, drop=True, times=1)
-    answer = await load(running, policy(4), write_adapter(tmp_path / policy(4), seed=4))
+    answer = await load(running, policy(4), save(tmp_path, 4))
     assert answer.status_code == 200
     assert len(pair[1].calls(LOAD)) == 1
     assert [list(r.names) for r in pair] == [[policy(4)]] * 2
@@ -102,7 +101,7 @@ async def test_a_load_that_lands_after_its_attempt_was_given_up_counts_as_loaded
     """O-10. The next attempt is told 400, "has already been loaded": by ourselves."""
     async with SimulatedReplica(load_s=0.3) as slow:
         running = await start([pair[0].url, slow.url], attempt_timeout_s=0.2)
-        answer = await load(running, policy(4), write_adapter(tmp_path / policy(4), seed=4))
+        answer = await load(running, policy(4), save(tmp_path, 4))
         assert answer.status_code == 200
         assert list(slow.names) == [policy(4)]
         assert unloads(slow) == []
@@ -114,7 +113,7 @@ async def test_an_unload_whose_answer_is_lost_in_a_roll_back_strands_nobody(star
     running = await start([r.url for r in pair])
     pair[0].faults.add(UNLOAD, drop=True, times=1)
     pair[1].faults.add(LOAD, status=500, body=TOO_HIGH)
-    answer = await load(running, policy(4), write_adapter(tmp_path / policy(4), seed=4))
+    answer = await load(running, policy(4), save(tmp_path, 4))
     assert answer.status_code == 500
     assert answer.headers["x-rollmux-error"] == "adapter_refused"
     assert [call.status for call in pair[0].calls(UNLOAD) if call.body != b"{}"] == [None, 404]
@@ -152,7 +151,7 @@ async def test_a_long_error_is_shown_bounded_with_who_sent_it(start, pair, tmp_p
     running = await start([r.url for r in pair], pause="eager")
     pair[1].faults.add(path.partition("?")[0], status=500, body=body, content_type="")
     if path == LOAD:
-        answer = await load(running, policy(1), write_adapter(tmp_path / policy(1), seed=1))
+        answer = await load(running, policy(1), save(tmp_path, 1))
     else:
         answer = await running.client.post(path)
     assert answer.status_code == 500

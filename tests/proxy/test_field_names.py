@@ -7,11 +7,10 @@ import itertools
 
 import pytest
 
-from benchmarks.adapter import write_adapter
 from benchmarks.httpd import Arrival, Reply
 from benchmarks.replica import SimulatedReplica
 from tests.proxy.scripted import error, until
-from tests.proxy.trainer import LOAD, UNLOAD, Trainer, load, policy, publish
+from tests.proxy.trainer import LOAD, UNLOAD, Trainer, load, policy, publish, save
 
 PATH = "/v1/completions"
 PROMPT = list(range(64))
@@ -98,7 +97,7 @@ async def test_an_unload_waits_for_the_load_of_its_name(start, pair, tmp_path):
     """O-06. Otherwise it is told 404, and the name stays for ever."""
     pair[1].faults.add(LOAD, late_s=0.3)
     running = await start([r.url for r in pair], retire_grace_s=0.1)
-    path = write_adapter(tmp_path / policy(7), seed=7)
+    path = save(tmp_path, 7)
     loading = asyncio.ensure_future(load(running, policy(7), path))
     await running.until(lambda: len(pair[1].calls(LOAD)) == 1)
     answer = await running.client.post(UNLOAD, json={"lora_name": policy(7)})
@@ -126,7 +125,7 @@ async def test_a_load_waits_for_the_unload_of_its_name(start, pair, tmp_path):
 async def test_two_loads_of_one_name_from_two_paths_follow_each_other(start, pair, tmp_path):
     """O-06. The last one asked for is what stays, everywhere."""
     running = await start([r.url for r in pair])
-    paths = [write_adapter(tmp_path / str(n) / policy(1), seed=n) for n in (1, 2)]
+    paths = [save(tmp_path / str(n), 1, str(n)) for n in (1, 2)]
     answers = await asyncio.gather(*(load(running, policy(1), path) for path in paths))
     assert [a.status_code for a in answers] == [200, 200]
     assert {r.names[policy(1)].path for r in pair} == {str(paths[1])}
