@@ -20,6 +20,7 @@ from broadcast.ledger import Ledger
 from broadcast.pause import Pause
 from broadcast.publication import Rules
 from proxy.app import App, rest
+from proxy.bucket_gate import BucketGate
 from proxy.calls import Calls
 from proxy.control import Control
 from proxy.fanout import Fanout
@@ -104,6 +105,7 @@ class Daemon:
             attempt_timeout_s=settings.attempt_timeout_s,
             control_timeout_s=settings.control_timeout_s,
         )
+        self._gate = _gate(settings, secrets)
         self.publishing = Publishing(
             self.replicas,
             self.calls,
@@ -118,6 +120,7 @@ class Daemon:
             ),
             timeouts=Timeouts(settings.attempt_timeout_s, settings.control_timeout_s),
             own_copies=settings.own_copies == "auto",
+            gate=self._gate,
             limits=self.rejoin.weakest_lora,
         )
         self.probes = Probes(
@@ -219,6 +222,8 @@ class Daemon:
         await self.tasks.close()
         self.replicas.close()
         await self.calls.close()
+        if self._gate is not None:
+            await self._gate.close()
         # A transport closes its socket in the loop's next turn, which must still come.
         await asyncio.sleep(0)
 
@@ -251,3 +256,10 @@ def _bearer(settings: Settings, secrets: Secrets) -> Bearer:
         over_http=settings.token_over_http,
         hosts={urlsplit(url).hostname or "" for url in settings.replicas},
     )
+
+
+def _gate(settings: Settings, secrets: Secrets) -> BucketGate | None:
+    if settings.bucket_gate is None:
+        return None
+    bucket, _, mount = settings.bucket_gate.partition("=")
+    return BucketGate(bucket, Path(mount), endpoint=settings.hub_endpoint, token=secrets.hub_token)

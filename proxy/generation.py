@@ -41,6 +41,9 @@ log = logging.getLogger("rollmux")
 MAX_TRIES = 2
 """A generation is sent at most twice: the trainer retries too, and retries multiply."""
 
+QUIET_S = 5.0
+"""Between two log lines about the same replica and cause; the metric counts every one."""
+
 HOP_BY_HOP = frozenset(
     (
         b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization",
@@ -89,6 +92,8 @@ class Generations:
         )
         self._on_record = on_record
         self._tasks = tasks
+        # Bounded by replicas times the few words for a cause.
+        self._quiet_until_s: dict[tuple[str, str], float] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         now_s = asyncio.get_running_loop().time
@@ -169,7 +174,8 @@ class Generations:
             excluded |= {ReplicaId(record.replica)}
             tries += given.sent
             record.failovers += ((record.replica, given.cause),)
-            log.warning(
+            log.log(
+                self._level(record.replica, given.cause),
                 "%s: no answer for a generation of %s (%s: %s)",
                 replicas.label(record.replica),
                 generation.model or "the base model",
@@ -183,6 +189,14 @@ class Generations:
             ):
                 await self._give_up(client, record, given)
                 return
+
+    def _level(self, replica: str, cause: str) -> int:
+        """A replica that dies takes hundreds of rollouts along: one line tells of them."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._quiet_until_s.get((replica, cause), 0.0):
+            return logging.DEBUG
+        self._quiet_until_s[replica, cause] = now_s + QUIET_S
+        return logging.WARNING
 
     async def _place(
         self, generation: Generation, excluded: frozenset[ReplicaId]

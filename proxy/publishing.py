@@ -27,6 +27,7 @@ from broadcast.publication import (
     Rules,
     begin,
 )
+from proxy.bucket_gate import BucketGate
 from proxy.calls import Calls
 from proxy.errors import AdapterNotVisible, AdapterRefused, BadRequest
 from proxy.fanout import Fanout
@@ -105,6 +106,7 @@ class Publishing:
         rules: Rules,
         timeouts: Timeouts,
         own_copies: bool,
+        gate: BucketGate | None,
         limits: Callable[[], LoraLimits],
     ) -> None:
         self._replicas = replicas
@@ -115,6 +117,7 @@ class Publishing:
         self._rules = rules
         self._timeouts = timeouts
         self._own_copies = own_copies
+        self._gate = gate
         self._lag: dict[ReplicaId, Lag] = {}
         self._used: OrderedDict[AdapterName, None] = OrderedDict()
         self._told: set[str] = set()
@@ -144,6 +147,9 @@ class Publishing:
             replicas.notify()
             await self._until_unused(call.name)
         await self._until_slot(call.name)
+        if self._gate is not None:
+            names = await asyncio.to_thread(_file_names, Path(path))
+            await self._gate.wait(Path(path), names)
         targets = fleet.routable()
         listed = await self._fanout.all(
             targets, "GET", "/v1/models", timeout_s=self._timeouts.control_timeout_s
@@ -438,3 +444,12 @@ def _readable(path: str) -> bool:
     if (folder / "adapter_config.json").exists():
         return True
     return not folder.parent.exists()
+
+
+def _file_names(folder: Path) -> list[str]:
+    """Files of an adapter; the two that every adapter has, where it cannot be read from here."""
+    try:
+        found = [file.name for file in adapter_dir.files(folder)]
+    except OSError:
+        found = []
+    return found or [adapter_dir.CONFIG, adapter_dir.WEIGHTS]

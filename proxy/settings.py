@@ -216,6 +216,13 @@ def _token_host(value: Any) -> str:
     return host
 
 
+def _bucket_mount(value: Any) -> str:
+    text = _text(value)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+=/\S*", text):
+        raise ValueError(f"{text!r} is not NAMESPACE/BUCKET=MOUNT; write it like me/run=/lora")
+    return text
+
+
 def _host_port(value: Any) -> str:
     host, colon, port = _text(value).rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65_536:
@@ -393,6 +400,18 @@ class Settings:
         _one_of("auto", "path", "push"),
         "how adapter files reach a replica",
         metavar="auto|path|push",
+    )
+    bucket_gate: str | None = _setting(
+        None,
+        _bucket_mount,
+        "before a load, wait until the Hub lists the adapter's files in this bucket, mounted there",
+        metavar="NAMESPACE/BUCKET=MOUNT",
+    )
+    hub_endpoint: str = _setting(
+        "https://huggingface.co",
+        replica_url,
+        "the Hub that --bucket-gate asks, with HF_TOKEN",
+        metavar="URL",
     )
     retire_grace_s: float = _time(
         60, "an unloaded adapter is served until nobody has named it for so long", zero=True
@@ -701,6 +720,8 @@ class Secrets:
     """For replicas, from ``token_env`` or, as it is now, ``token_file``."""
     hf_token: str | None = field(default=None, repr=False)
     """``HF_TOKEN``; for ``https://*.hf.jobs`` only, and only without the other."""
+    hub_token: str | None = field(default=None, repr=False)
+    """``HF_TOKEN``, for the Hub itself."""
     api_key: str | None = field(default=None, repr=False)
     admin_key: str | None = field(default=None, repr=False)
 
@@ -721,6 +742,7 @@ def read_secrets(settings: Settings, environ: Mapping[str, str]) -> Secrets:
         token=token,
         # Nobody chose HF_TOKEN for us, so one that is unfit is left alone instead of refused.
         hf_token=hf_token if token is None and _fits_header(hf_token) else None,
+        hub_token=hf_token if _fits_header(hf_token) else None,
         api_key=_from_variable("--api-key-env", settings.api_key_env, environ),
         admin_key=_from_variable("--admin-key-env", settings.admin_key_env, environ),
     )

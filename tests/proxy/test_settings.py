@@ -88,6 +88,8 @@ def test_every_option_can_come_from_the_environment_and_from_the_file(tmp_path, 
         "min_replicas": "all",
         "own_copies": "never",
         "adapter_transport": "push",
+        "bucket_gate": "me/run=/lora",
+        "hub_endpoint": "http://hub",
         "pause": "eager",
         "log_format": "json",
         "log_level": "error",
@@ -253,6 +255,7 @@ def test_names_that_would_start_more_workers_are_ignored_and_told():
         ("host", "http://0.0.0.0"),
         ("host", "127.0.0.1:8000"),
         ("replicas_dns", "fleet"),
+        ("bucket_gate", "me/run"),
         ("token_hosts", "a.*"),
         ("record", "a\x00b"),
         ("api_key_env", "a b"),
@@ -419,7 +422,8 @@ def test_secrets_are_read_under_the_names_given_and_never_shown(tmp_path):
 
 
 def test_hf_token_is_read_when_no_token_is_named_and_left_alone_when_unfit():
-    assert read_secrets(Settings(), {"HF_TOKEN": "hf_x\n"}) == Secrets(hf_token="hf_x")
+    both = Secrets(hf_token="hf_x", hub_token="hf_x")
+    assert read_secrets(Settings(), {"HF_TOKEN": "hf_x\n"}) == both
     assert read_secrets(Settings(), {"HF_TOKEN": "a b"}) == Secrets()
 
 
