@@ -254,16 +254,20 @@ async def test_clean_unloads_what_a_trainer_left_and_marks_the_replicas(start, p
     assert (await running.complete("trl-policy-v1", [1])).status_code == 404
 
 
-async def test_clean_refuses_while_a_replica_generates_for_someone_else(start, pair):
-    running = await start([r.url for r in pair])
+async def test_clean_refuses_while_a_replica_generates_for_someone_else(start):
+    async with SimulatedReplica() as a, SimulatedReplica(step_s=0.02) as b:
+        await clean_refused_while_busy(await start([a.url, b.url]), b)
+
+
+async def clean_refused_while_busy(running, busy):
     async with asyncio.TaskGroup() as group:
         other = group.create_task(
             running.client.post(
-                f"{pair[1].url}/v1/completions",
+                f"{busy.url}/v1/completions",
                 json={"model": "tiny", "prompt": [1], "max_tokens": 900, "ignore_eos": True},
             )
         )
-        await running.until(lambda: pair[1].in_flight == 1)
+        await running.until(lambda: busy.in_flight == 1)
         await asyncio.sleep(0.05)  # until a step of the engine has counted it
         answer = await running.client.post("/proxy/clean", json={"run_id": "abc"})
         assert answer.status_code == 409
