@@ -193,7 +193,8 @@ class Run:
             for number in range(2, PUBLICATIONS + 1):
                 await self.answered(ANSWERS_BETWEEN)
                 await self.publish(client, number)
-            await self.answered(ANSWERS_BETWEEN)
+            # Those that were under way at the last publication do not name it.
+            await self.answered(ANSWERS_BETWEEN + 2 * CLIENTS)
             for task in clients:
                 task.cancel()
 
