@@ -48,6 +48,24 @@ class UnloadOutcome(StrEnum):
     NEVER_RECEIVED = "never_received"
 
 
+RESET = "/reset_prefix_cache?reset_running_requests=true"
+"""Ask for what ``classify_reset`` reads: clear, even under requests that run."""
+
+
+class ResetOutcome(StrEnum):
+    """What one attempt to clear a prefix cache came to."""
+
+    CLEARED = "cleared"
+    HELD = "held"
+    """Blocks are still in use: the same call may work later."""
+    ENDPOINT_MISSING = "endpoint_missing"
+    """The server was started without its development mode."""
+    FAILED = "failed"
+    """Dead, shut off, or an error: asking again is no use."""
+    UNKNOWN = "unknown"
+    """No whole answer: it may have been carried out, or may yet be."""
+
+
 _HALF_PUBLISHED = re.compile(
     # The directory is there, the weights file is not (lora/lora_model.py, from_local_checkpoint).
     r"doesn't contain tensors"
@@ -113,6 +131,25 @@ def classify_unload(answer: Answer | NoAnswer) -> UnloadOutcome:
         found_out = "cannot be found" in text
         return UnloadOutcome.GONE if found_out else UnloadOutcome.ENDPOINT_MISSING
     return UnloadOutcome.REFUSED
+
+
+def classify_reset(answer: Answer | NoAnswer) -> ResetOutcome:
+    """What the answer to ``POST /reset_prefix_cache`` means.
+
+    vLLM 0.27.1 answers 200 with ``{"success": false}`` while blocks are held; nothing but
+    ``true`` counts as cleared.
+    """
+    if isinstance(answer, NoAnswer):
+        return ResetOutcome.UNKNOWN
+    if _edge(answer):
+        return ResetOutcome.FAILED
+    if answer.status == 200:
+        data = _json(answer)
+        done = isinstance(data, dict) and data.get("success") is True
+        return ResetOutcome.CLEARED if done else ResetOutcome.HELD
+    if _gateway(answer):
+        return ResetOutcome.UNKNOWN
+    return ResetOutcome.ENDPOINT_MISSING if answer.status == 404 else ResetOutcome.FAILED
 
 
 def read_list(answer: Answer | NoAnswer) -> dict[str, str] | None:

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 
 from broadcast.answer import Answer, Call, NoAnswer
 from broadcast.answers import (
+    RESET,
     LoadOutcome,
+    ResetOutcome,
     classify_load,
+    classify_reset,
     classify_unload,
     is_hopeless,
     read_list,
@@ -49,7 +52,6 @@ from routing.ids import ReplicaId
 LOAD = "/v1/load_lora_adapter"
 UNLOAD = "/v1/unload_lora_adapter"
 MODELS = "/v1/models"
-RESET = "/reset_prefix_cache?reset_running_requests=true"
 
 Notice = ReplicaDown | GiveUp | FleetLow | FleetBack
 """What the shell may tell a publication from outside, through ``notices``."""
@@ -117,8 +119,9 @@ async def publish(
                 event = Unloaded(replica, classify_unload(answer), _text(answer), clock())
             case Reset():
                 answer = await call(replica, "POST", RESET, timeout_s=limit_s)
+                done = classify_reset(answer) is ResetOutcome.CLEARED
                 event = _hopeless(replica, RESET, answer, clock()) or ResetAnswered(
-                    replica, _was_reset(answer), _text(answer), clock()
+                    replica, done, _text(answer), clock()
                 )
             case Wait():
                 await sleep(command.after_s)
@@ -179,14 +182,3 @@ def _text(answer: Answer | NoAnswer) -> str:
     if isinstance(answer, Answer):
         return words(answer)
     return f"{answer.cause}: {answer.detail}" if answer.detail else str(answer.cause)
-
-
-def _was_reset(answer: Answer | NoAnswer) -> bool:
-    """vLLM 0.27.1 answers 200 with ``{"success": false}`` while blocks are still held."""
-    if isinstance(answer, NoAnswer) or answer.status != 200:
-        return False
-    try:
-        data = json.loads(answer.body)
-    except ValueError:
-        return False
-    return isinstance(data, dict) and data.get("success") is True

@@ -17,8 +17,7 @@ import orjson
 
 from broadcast import joins
 from broadcast.answer import Answer, NoAnswer
-from broadcast.answers import read_list
-from broadcast.catchup import StepResult
+from broadcast.answers import RESET, ResetOutcome, classify_reset, read_list, words
 from broadcast.fleet import Probe, Replica, ReplicaState
 from broadcast.joins import Joined
 from broadcast.pause import RESUMED, Acknowledge, Broadcast, Pause
@@ -38,7 +37,7 @@ from proxy.metrics import Metrics
 from proxy.probes import look
 from proxy.proving import Proving
 from proxy.publishing import LoadCall, Publishing, read_load
-from proxy.rejoin import CLEAR, MARKER_PREFIX, Rejoin, cleared
+from proxy.rejoin import MARKER_PREFIX, Rejoin
 from proxy.replicas import Replicas
 from proxy.settings import replica_url
 from proxy.tasks import Tasks
@@ -472,12 +471,18 @@ class Control:
             await self._post([replica], "/v1/unload_lora_adapter", body)
         deadline_s = self.replicas.now_s() + self._control_timeout_s
         while self.replicas.now_s() < deadline_s:
-            result, detail = cleared((await self._post([replica], CLEAR))[replica.id])
-            if result is not StepResult.LATER:
+            answer = (await self._post([replica], RESET))[replica.id]
+            outcome = classify_reset(answer)
+            if outcome is not ResetOutcome.HELD:
                 break
             await asyncio.sleep(0.25)
-        if result is not StepResult.OK:
-            log.warning("%s: prefix cache not cleared: %s", self.replicas.label(replica.id), detail)
+        if outcome is not ResetOutcome.CLEARED:
+            log.warning(
+                "%s: prefix cache not cleared: %s: %s",
+                self.replicas.label(replica.id),
+                outcome,
+                words(answer, 300) if isinstance(answer, Answer) else answer.detail,
+            )
         self.replicas.fleet.marked(replica.id, None, self.replicas.now_s())
         body = orjson.dumps({"new_version": self._rejoin.run_id})
         await self._post([replica], "/update_weight_version", body)

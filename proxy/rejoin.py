@@ -12,7 +12,16 @@ import orjson
 
 from broadcast import catchup
 from broadcast.answer import Answer, NoAnswer
-from broadcast.answers import LoadOutcome, UnloadOutcome, classify_load, classify_unload, words
+from broadcast.answers import (
+    RESET,
+    LoadOutcome,
+    ResetOutcome,
+    UnloadOutcome,
+    classify_load,
+    classify_reset,
+    classify_unload,
+    words,
+)
 from broadcast.catchup import CatchUp, StepResult
 from broadcast.fleet import Probe, Replica
 from broadcast.joins import Facts, facts
@@ -32,7 +41,6 @@ taken as rebuilt. Replicas that survived the daemon answer in milliseconds."""
 LOOK_S = 0.05
 """How often a release looks whether the replicas have been seen."""
 MARKER_PREFIX = "rollmux-"
-CLEAR = "/reset_prefix_cache?reset_running_requests=true"
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,8 +286,19 @@ class Rejoin:
                     case _:
                         return StepResult.FAILED, _words(answer)
             case catchup.ResetCache():
-                answer = await self._post(replica, CLEAR, None, timeout_s)
-                return cleared(answer)
+                answer = await self._post(replica, RESET, None, timeout_s)
+                match classify_reset(answer):
+                    case ResetOutcome.CLEARED:
+                        return StepResult.OK, ""
+                    case ResetOutcome.HELD:
+                        return StepResult.LATER, f"cache blocks are still held: {_words(answer)}"
+                    case ResetOutcome.ENDPOINT_MISSING:
+                        # It can never be cleared, yet may serve; the log warned when it came.
+                        return StepResult.OK, "no such endpoint"
+                    case ResetOutcome.UNKNOWN:
+                        return StepResult.UNKNOWN, _words(answer)
+                    case ResetOutcome.FAILED:
+                        return StepResult.FAILED, _words(answer)
             case catchup.Pause():
                 answer = await self._post(replica, step.target, None, timeout_s)
             case catchup.Resume():
@@ -386,19 +405,6 @@ class Rejoin:
         if common:
             names = ", ".join(name for name, _ in sorted(common))
             log.info("adapters found on all %d replicas and taken over: %s", len(seen), names)
-
-
-def cleared(answer: Answer | NoAnswer) -> tuple[StepResult, str]:
-    """``/reset_prefix_cache`` answers 200 with ``success: false`` while blocks are held."""
-    if isinstance(answer, NoAnswer):
-        return StepResult.UNKNOWN, answer.detail
-    if answer.status == 404:
-        return StepResult.OK, "no such endpoint: nothing to clear"
-    if not answer.ok:
-        return StepResult.FAILED, _words(answer)
-    if b'"success":false' in answer.body.replace(b" ", b""):
-        return StepResult.LATER, "cache blocks are still held"
-    return StepResult.OK, ""
 
 
 def _words(answer: Answer | NoAnswer) -> str:

@@ -8,8 +8,16 @@ import pytest
 
 from broadcast.answer import Answer, Cause, NoAnswer
 from broadcast.answers import LoadOutcome as L
+from broadcast.answers import ResetOutcome as R
 from broadcast.answers import UnloadOutcome as U
-from broadcast.answers import classify_load, classify_unload, is_hopeless, read_list, words
+from broadcast.answers import (
+    classify_load,
+    classify_reset,
+    classify_unload,
+    is_hopeless,
+    read_list,
+    words,
+)
 
 
 def vllm(status: int, message: str, kind: str = "InternalServerError") -> Answer:
@@ -101,6 +109,30 @@ UNLOADS = [
 @pytest.mark.parametrize(("answer", "outcome"), UNLOADS)
 def test_unload_answer_means(answer: Answer | NoAnswer, outcome: U) -> None:
     assert classify_unload(answer) is outcome
+
+
+RESETS = [
+    (Answer(200, b'{"success":true}', "application/json"), R.CLEARED),
+    (Answer(200, b'{ "success" : true }'), R.CLEARED),
+    (Answer(200, b'{"success":false}', "application/json"), R.HELD),
+    (Answer(200, b'{"success": false}'), R.HELD),
+    (Answer(200, b"{}"), R.HELD),
+    (Answer(200), R.HELD),  # a success that was not said is none
+    (Answer(200, HTML, "text/html"), R.FAILED),
+    (Answer(404, b'{"detail":"Not Found"}', "application/json"), R.ENDPOINT_MISSING),
+    (Answer(404, HTML), R.FAILED),
+    (Answer(401, b'{"error":"Unauthorized"}'), R.FAILED),
+    (vllm(500, "EngineCore encountered an issue."), R.FAILED),
+    (Answer(503), R.FAILED),
+    (Answer(502, HTML, "text/html"), R.UNKNOWN),
+    (NoAnswer(Cause.TIMEOUT), R.UNKNOWN),
+    (NoAnswer(Cause.REFUSED), R.UNKNOWN),
+]
+
+
+@pytest.mark.parametrize(("answer", "outcome"), RESETS)
+def test_reset_answer_means(answer: Answer | NoAnswer, outcome: R) -> None:
+    assert classify_reset(answer) is outcome
 
 
 @pytest.mark.parametrize(

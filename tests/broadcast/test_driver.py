@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from broadcast.answer import Answer, Cause, NoAnswer
-from broadcast.answers import LoadOutcome
-from broadcast.driver import LOAD, MODELS, RESET, UNLOAD, Notice, Timeouts, publish
+from broadcast.answers import RESET, LoadOutcome
+from broadcast.driver import LOAD, MODELS, UNLOAD, Notice, Timeouts, publish
 from broadcast.publication import (
     FleetBack,
     FleetLow,
