@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from proxy.tokens import is_loopback
+from proxy.settings import is_loopback
 
 log = logging.getLogger("rollmux")
 

@@ -263,7 +263,11 @@ def replica_url(value: Any) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a listener on, or send to, ``host``."""
+    """Whether only this machine can reach a listener on, or send to, ``host``.
+
+    Not ``*.localhost``: RFC 6761 reserves it, but a resolver without that rule (plain glibc) asks
+    the network's DNS, and a token would follow the answer.
+    """
     if host.lower() == "localhost":
         return True
     return _is_address(host) and ipaddress.ip_address(host).is_loopback

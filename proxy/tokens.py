@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from proxy.settings import is_loopback, read_token_file
 
 REREAD_S = 1.0
 """A token file is looked at no more often than this."""
@@ -15,25 +16,6 @@ HF_JOBS_SUFFIX = ".hf.jobs"
 
 class TokenError(ValueError):
     """The token cannot be read; the message says where it was looked for, never what it is."""
-
-
-def clean(text: str, source: str) -> str:
-    """A token without its surrounding white space; ``TokenError`` if it cannot be a header."""
-    token = text.strip()
-    if not token:
-        raise TokenError(f"the token in {source} is empty")
-    if not token.isascii() or any(c <= " " or c == "\x7f" for c in token):
-        raise TokenError(f"the token in {source} has a character that no HTTP header can carry")
-    return token
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class Bearer:
@@ -110,12 +92,9 @@ class Bearer:
             stat = self._path.stat()
             stamp = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
             if stamp != self._stamp:
-                self._token = clean(self._path.read_text(), f"file {self._path}")
+                self._token = read_token_file(str(self._path))
                 self._stamp = stamp
-        except (OSError, UnicodeDecodeError) as exc:
-            if self._token is None:
-                why = getattr(exc, "strerror", None) or "not text"
-                raise TokenError(f"cannot read the token file {self._path}: {why}") from exc
-        except TokenError:
+        except (OSError, ValueError) as exc:
             if self._token is None:  # a file caught half-written keeps the old token in use
-                raise
+                why = getattr(exc, "strerror", None) or exc
+                raise TokenError(f"cannot read the token file {self._path}: {why}") from exc

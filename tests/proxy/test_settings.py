@@ -376,7 +376,7 @@ def test_longest_wait_below_the_first_is_refused_only_when_both_are_given():
     assert loaded({"load_retry_s": "3"}).settings.load_retry_max_s == 3
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", "10.0.0.1", "trainer"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", "10.0.0.1", "trainer", "a.localhost"])
 def test_host_beyond_loopback_needs_a_key_or_insecure(host):
     assert "--insecure" in refusal({"host": host})
     assert loaded({"host": host, "insecure": True})
