@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from enum import StrEnum
 
 from broadcast.answer import Answer, NoAnswer
@@ -83,7 +84,7 @@ _HALF_PUBLISHED = re.compile(
 refusals that are for good ("LoRA rank 16 is greater than max_lora_rank 8.", "vLLM does not yet
 support DoRA."), and differ from them in the message alone."""
 
-_ENGINE_DEAD = "EngineCore encountered an issue"
+ENGINE_DEAD_TEXT = "EngineCore encountered an issue"
 """vLLM 0.27.1, EngineDeadError, sent as 500."""
 
 
@@ -100,7 +101,7 @@ def classify_load(answer: Answer | NoAnswer) -> LoadOutcome:
         return LoadOutcome.LOADED
     if _gateway(answer):
         return LoadOutcome.UNKNOWN
-    if status == 503 or _ENGINE_DEAD in text:
+    if status == 503 or ENGINE_DEAD_TEXT in text:
         return LoadOutcome.ENGINE_DEAD
     if status == 404:
         # "Loading lora x failed: No adapter found for …" (LoRAAdapterNotFoundError); without it the
@@ -125,7 +126,7 @@ def classify_unload(answer: Answer | NoAnswer) -> UnloadOutcome:
         return UnloadOutcome.GONE
     if _gateway(answer):
         return UnloadOutcome.UNKNOWN
-    if status == 503 or _ENGINE_DEAD in text:
+    if status == 503 or ENGINE_DEAD_TEXT in text:
         return UnloadOutcome.ENGINE_DEAD
     if status == 404:  # NotFoundError "The lora adapter 'x' cannot be found.", or no such route
         found_out = "cannot be found" in text
@@ -152,19 +153,36 @@ def classify_reset(answer: Answer | NoAnswer) -> ResetOutcome:
     return ResetOutcome.ENDPOINT_MISSING if answer.status == 404 else ResetOutcome.FAILED
 
 
-def read_list(answer: Answer | NoAnswer) -> dict[str, str] | None:
-    """Name and path of each adapter in an answer to ``GET /v1/models``; None if it is no such list.
+@dataclass(frozen=True, slots=True)
+class Models:
+    """What ``GET /v1/models`` lists: names of base models, and adapters, name to path."""
 
-    Base models come first and have no ``parent``; an adapter's ``root`` is the path it was loaded
-    from (``show_available_models``).
+    base: tuple[str, ...]
+    adapters: dict[str, str]
+
+
+def read_models(answer: Answer | NoAnswer) -> Models | None:
+    """The answer to ``GET /v1/models``; None if it is no such list.
+
+    A base model's card has no ``parent``; an adapter's ``root`` is the path it was loaded from
+    (``show_available_models``).
     """
     if isinstance(answer, NoAnswer) or answer.status != 200:
         return None
     data = _json(answer)
     cards = data.get("data") if isinstance(data, dict) else None
-    if not isinstance(cards, list) or not all(isinstance(card, dict) for card in cards):
+    if not isinstance(cards, list) or not all(isinstance(c, dict) and "id" in c for c in cards):
         return None
-    return {str(card.get("id")): str(card.get("root")) for card in cards if card.get("parent")}
+    return Models(
+        tuple(str(card["id"]) for card in cards if not card.get("parent")),
+        {str(card["id"]): str(card.get("root") or "") for card in cards if card.get("parent")},
+    )
+
+
+def read_list(answer: Answer | NoAnswer) -> dict[str, str] | None:
+    """Name and path of each adapter that ``read_models`` finds."""
+    models = read_models(answer)
+    return None if models is None else models.adapters
 
 
 def is_hopeless(answer: Answer | NoAnswer) -> bool:

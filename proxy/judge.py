@@ -9,6 +9,8 @@ from enum import StrEnum
 
 import orjson
 
+from broadcast.answers import ENGINE_DEAD_TEXT
+
 
 class Verdict(StrEnum):
     """What to do with the answer."""
@@ -29,8 +31,7 @@ class Verdict(StrEnum):
     """Not vLLM's words: something in between answered."""
 
 
-ENGINE_DEAD_TEXT = b"EngineCore encountered an issue"
-"""vLLM 0.27.1, message of EngineDeadError, as status 500."""
+_ENGINE_DEAD = ENGINE_DEAD_TEXT.encode()
 
 
 def judge(status: int, body: bytes) -> Verdict:
@@ -46,7 +47,7 @@ def judge(status: int, body: bytes) -> Verdict:
     if status == 404 and b"does not exist" in body:
         return Verdict.ADAPTER_LOST
     if status >= 500:
-        return Verdict.ENGINE_DEAD if ENGINE_DEAD_TEXT in body else Verdict.SERVER_ERROR
+        return Verdict.ENGINE_DEAD if _ENGINE_DEAD in body else Verdict.SERVER_ERROR
     return Verdict.PASS
 
 
@@ -57,7 +58,7 @@ def judge_piece(piece: bytes) -> Verdict:
     create_streaming_error_response). Several events may have come as one piece; text that a model
     wrote is inside of an event's JSON, where a line break is an escape.
     """
-    if ENGINE_DEAD_TEXT in piece and any(
+    if _ENGINE_DEAD in piece and any(
         piece.startswith(begin) or b"\n" + begin in piece for begin in _ERROR_EVENTS
     ):
         return Verdict.ENGINE_DEAD

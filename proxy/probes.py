@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import orjson
 
 from broadcast.answer import Answer, NoAnswer
+from broadcast.answers import read_models
 from broadcast.fleet import Probe, Replica, ReplicaState, Transition
 from proxy.calls import Calls
 from proxy.judge import Verdict, judge
@@ -32,25 +33,6 @@ class Failed:
     code: str
     detail: str
     engine_dead: bool = False
-
-
-def cards(answer: Answer) -> tuple[tuple[str, ...], dict[AdapterName, str]] | None:
-    """Base models, and adapters with their paths, from ``/v1/models``; None if it is not that.
-
-    vLLM 0.27.1, entrypoints/openai/models/serving.py: an adapter's card has its base model as
-    ``parent`` and its path as ``root``.
-    """
-    try:
-        listed = orjson.loads(answer.body)["data"]
-        base = tuple(str(card["id"]) for card in listed if not card.get("parent"))
-        adapters = {
-            AdapterName(str(card["id"])): str(card.get("root") or "")
-            for card in listed
-            if card.get("parent")
-        }
-    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
-        return None
-    return base, adapters
 
 
 async def look(calls: Calls, replica: ReplicaId, now_s: Callable[[], float]) -> Probe | Failed:
@@ -82,14 +64,13 @@ async def look(calls: Calls, replica: ReplicaId, now_s: Callable[[], float]) -> 
     if models.status != 200:
         code = "edge" if judge(models.status, models.body) is Verdict.EDGE else "models"
         return Failed(f"{code}_{models.status}", f"/v1/models: {models.status} {models.text(200)}")
-    listed = cards(models)
+    listed = read_models(models)
     if listed is None:
         return Failed("not_vllm", f"/v1/models is not a list of models: {models.text(200)}")
-    base, adapters = listed
     return Probe(
         sent_at_s,
-        listed=adapters,
-        base_models=base,
+        listed={AdapterName(name): path for name, path in listed.adapters.items()},
+        base_models=listed.base,
         paused=_field(paused, "is_paused") is True,
         identity=_text(_field(weights, "weight_version")),
     )

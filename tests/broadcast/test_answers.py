@@ -8,16 +8,18 @@ import pytest
 
 from broadcast.answer import Answer, Cause, NoAnswer
 from broadcast.answers import LoadOutcome as L
-from broadcast.answers import ResetOutcome as R
-from broadcast.answers import UnloadOutcome as U
 from broadcast.answers import (
+    Models,
     classify_load,
     classify_reset,
     classify_unload,
     is_hopeless,
     read_list,
+    read_models,
     words,
 )
+from broadcast.answers import ResetOutcome as R
+from broadcast.answers import UnloadOutcome as U
 
 
 def vllm(status: int, message: str, kind: str = "InternalServerError") -> Answer:
@@ -178,6 +180,7 @@ def test_list_of_adapters_leaves_the_base_model_out() -> None:
         {"id": "v1", "root": "/l/v1", "parent": "tiny", "max_model_len": None},
     ]
     answer = Answer(200, json.dumps({"object": "list", "data": cards}).encode())
+    assert read_models(answer) == Models(("tiny",), {"v1": "/l/v1"})
     assert read_list(answer) == {"v1": "/l/v1"}
 
 
@@ -189,6 +192,7 @@ def test_list_of_adapters_leaves_the_base_model_out() -> None:
         Answer(200, b'{"data":'),
         Answer(200, b"[]"),
         Answer(200, b'{"data":[1]}'),
+        Answer(200, b'{"data":[{"root":"/m"}]}'),
         Answer(200, HTML, "text/html"),
     ],
 )
