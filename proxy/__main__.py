@@ -152,6 +152,7 @@ def _run(
         drain_s=settings.drain_s,
         take_over=bool(given["take_over"]),
         api_key=api_key or "",
+        own_state_file=settings.state_file is None,
     )
 
 

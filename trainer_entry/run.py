@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -50,13 +51,16 @@ def run(
     drain_s: float,
     take_over: bool = False,
     api_key: str = "",
+    own_state_file: bool = False,
     daemon_command: Sequence[str] = DAEMON,
 ) -> int:
     """Run ``command`` with a daemon beside it, and return the exit code for this process.
 
     ``serve_args`` go to the daemon as they are, then ``--fd N``. ``env`` is the environment of
-    both; the trainer's has ``ROLLMUX_URL`` besides. ``port`` 0 takes a free one. Blocks; has to be
-    called from the main thread of a process without other children. No child is left behind.
+    both; the trainer's has ``ROLLMUX_URL`` besides. ``port`` 0 takes a free one.
+    ``own_state_file``: the daemon gets a ``--state-file`` that lives as long as this call, so that
+    one that is started again knows what no replica can tell it. Blocks; has to be called from the
+    main thread of a process without other children. No child is left behind.
     """
     if not command:
         return _refuse("no COMMAND; write it behind --: rollmux run [options] -- python train.py")
@@ -78,6 +82,8 @@ def run(
             except OSError as error:
                 return _refuse(_why_no_socket(error, host, port))
             url = rank.base_url(host, listener.getsockname()[1])
+            if own_state_file:
+                serve_args = [*serve_args, *_own_state_file(stack)]
         else:
             url = rank.leader_url(env, host, port)
         shell = _Shell(
@@ -282,6 +288,15 @@ class _Work:
     def stop(self) -> None:
         if self._now is not None:
             self._now.cancel()
+
+
+def _own_state_file(stack: contextlib.ExitStack) -> list[str]:
+    try:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rollmux-run-"))
+    except OSError as error:
+        _say(f"no folder for a state file ({error.strerror}); a restarted daemon asks the replicas")
+        return []
+    return ["--state-file", str(Path(folder) / "state.json")]
 
 
 def _listen(host: str, port: int) -> socket.socket:

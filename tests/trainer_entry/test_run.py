@@ -224,6 +224,27 @@ def test_the_api_key_is_sent_to_the_daemon(start: Start) -> None:
     assert start(STARTED, plan={"key": "k1"}, api_key="k1").ends() == 0
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_restarted_daemon_finds_the_state_file_of_the_first(
+    start: Start, board: Board, own: bool
+) -> None:
+    """Only where the user gave none; it goes when the run ends."""
+    entry = start(FOREVER, own_state_file=own)
+    first = board.wait("daemon", "started")
+    board.wait("trainer", "started")
+    os.kill(first["pid"], signal.SIGKILL)
+    second = board.wait("daemon", "started")
+    assert first["args"] == second["args"]
+    assert ("--state-file" in first["args"]) is own
+    if own:
+        path = Path(first["args"][first["args"].index("--state-file") + 1])
+        assert path.parent.stat().st_mode & 0o077 == 0
+    entry.process.terminate()
+    assert entry.ends() == 143
+    if own:
+        assert not path.parent.exists()
+
+
 # --- refusals before anything starts ------------------------------------------------------------
 
 
