@@ -55,10 +55,16 @@ class Facts:
     block_tokens: int | None
     data_parallel_size: int | None
     lora: tuple[int | None, int | None, int | None] | None
+    logprobs_mode: str | None = None
+    generation_config: str | None = None
+    prefix_caching: bool | None = None
+    instance_id: str | None = None
+    """Another for each start of a server, so it tells two servers apart, and two lives of one."""
 
 
-MUST_AGREE = ("model", "dtype", "block_tokens", "data_parallel_size")
-"""Facts without a weakest value: two policies, two precisions, two block hashes, two sync paths."""
+MUST_AGREE = ("model", "dtype", "block_tokens", "data_parallel_size", "logprobs_mode")
+"""Facts without a weakest value: two policies, two precisions, two block hashes, two sync paths,
+two meanings of a log-probability."""
 _LORA_KEYS = ("max_loras", "max_lora_rank", "max_cpu_loras")
 
 
@@ -289,13 +295,19 @@ def facts(server_info: Mapping[str, Any]) -> Facts | None:
             if isinstance(lora, dict)
             else None
         ),
+        logprobs_mode=_str(model.get("logprobs_mode")),
+        generation_config=_str(model.get("generation_config")),
+        prefix_caching=_bool(cache.get("enable_prefix_caching")),
+        instance_id=_str(config.get("instance_id")),
     )
 
 
-def disagreements(of: Mapping[ReplicaId, Facts]) -> dict[str, dict[ReplicaId, object]]:
-    """Facts that must agree and do not: name to each replica's value. Empty if all is well."""
+def disagreements(
+    of: Mapping[ReplicaId, Facts], names: Iterable[str] = MUST_AGREE
+) -> dict[str, dict[ReplicaId, object]]:
+    """Facts of ``names`` that differ: name to each replica's value. Empty if all is well."""
     out: dict[str, dict[ReplicaId, object]] = {}
-    for name in MUST_AGREE:
+    for name in names:
         values: dict[ReplicaId, object] = {id: getattr(f, name) for id, f in of.items()}
         if len(set(values.values())) > 1:
             out[name] = values
@@ -421,6 +433,10 @@ def _show(value: object) -> str:
 
 def _int(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _bool(value: object) -> bool | None:
+    return value if isinstance(value, bool) else None
 
 
 def _str(value: object) -> str | None:

@@ -452,7 +452,9 @@ class Control:
         )
         for replica in targets:
             answer = answers[replica.id]
-            running = _running(answer.body) if isinstance(answer, Answer) and answer.ok else 0
+            running = (
+                requests_running(answer.body) if isinstance(answer, Answer) and answer.ok else 0
+            )
             if running > replica.inflight:
                 raise FleetBusy(
                     f"{self.replicas.label(replica.id)} is generating for someone else "
@@ -615,7 +617,7 @@ def _sorted(
     return tuple(done), tuple(failed), tuple(unknown)
 
 
-def _running(page: bytes) -> int:
+def requests_running(page: bytes) -> int:
     """Requests running or waiting, from vLLM's ``/metrics``."""
     total = 0.0
     for line in page.split(b"\n"):

@@ -192,7 +192,7 @@ def test_a_list_of_models_that_is_none_is_an_error(odd: object):
 def config(**changes: Any) -> dict[str, Any]:
     lora = {"max_loras": 6, "max_lora_rank": 16, "max_cpu_loras": 12, "lora_dtype": "auto"}
     values = {"model": BASE, "dtype": "torch.bfloat16", "length": 4096, "block": 16, "dp": 1}
-    values |= {"lora": lora, "id": "x", **changes}
+    values |= {"lora": lora, "id": "x", "logprobs_mode": "processed_logprobs", **changes}
     return {
         "vllm_config": {
             "instance_id": values["id"],
@@ -200,6 +200,7 @@ def config(**changes: Any) -> dict[str, Any]:
                 "model": values["model"],
                 "dtype": values["dtype"],
                 "max_model_len": values["length"],
+                "logprobs_mode": values["logprobs_mode"],
                 "seed": 0,
             },
             "cache_config": {"block_size": values["block"]},
@@ -254,6 +255,7 @@ def test_one_replica_without_lora_means_no_lora():
         ({"dtype": "torch.float16"}, "dtype"),
         ({"block": 32}, "block_tokens"),
         ({"dp": 2}, "data_parallel_size"),
+        ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode"),
     ],
 )
 def test_facts_without_a_weakest_value_are_an_error_naming_them(change: dict[str, Any], fact: str):
