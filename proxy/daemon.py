@@ -63,7 +63,7 @@ class Daemon:
         self._seed = random_secrets.randbits(32)
         self.tasks = Tasks("daemon")
         self.metrics = Metrics(version())
-        self.bearer = _bearer(settings, secrets)
+        self.bearer = bearer_of(settings, secrets)
         context = ssl.create_default_context(cafile=settings.ca_file)
         fleet = Fleet(
             min_replicas=settings.min_replicas,
@@ -248,7 +248,8 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _bearer(settings: Settings, secrets: Secrets) -> Bearer:
+def bearer_of(settings: Settings, secrets: Secrets) -> Bearer:
+    """The token for replicas, and who may see it, as the settings have it."""
     return Bearer(
         token=secrets.token or secrets.hf_token,
         path=Path(settings.token_file) if settings.token_file else None,

@@ -23,6 +23,24 @@ ABSENT_LOOKS = 3
 """A resolver may leave an address out for a moment: so often in a row it has to be missing."""
 
 
+def listed_urls(text: str) -> list[str]:
+    """The URLs of a replicas file. Raises ValueError, which names the line."""
+    urls = []
+    for number, line in enumerate(text.splitlines(), 1):
+        word = line.partition("#")[0].strip()
+        if word:
+            try:
+                urls.append(replica_url(word))
+            except ValueError as exc:
+                raise ValueError(f"line {number}: {exc}") from None
+    return urls
+
+
+def address_url(address: str, port: int) -> str:
+    """The URL of a replica at an address of either family."""
+    return f"http://{f'[{address}]' if ':' in address else address}:{port}"
+
+
 class Sources:
     """Adds what appears and drains what is gone; ``watch`` starts the looks at a new replica."""
 
@@ -50,15 +68,7 @@ class Sources:
 
     def take_list(self, text: str, source: str) -> None:
         """Make the fleet what a list of URLs says. Raises ValueError and changes nothing."""
-        urls = []
-        for number, line in enumerate(text.splitlines(), 1):
-            word = line.partition("#")[0].strip()
-            if word:
-                try:
-                    urls.append(replica_url(word))
-                except ValueError as exc:
-                    raise ValueError(f"line {number}: {exc}") from None
-        self._settle(self._from_file, urls, source)
+        self._settle(self._from_file, listed_urls(text), source)
 
     async def follow_dns(self, host: str, port: int) -> None:
         """For ever: every address of ``host`` is a replica."""
@@ -74,7 +84,7 @@ class Sources:
 
     def take_addresses(self, addresses: Iterable[str], host: str, port: int) -> None:
         """One resolution. An address that is gone leaves once it is neither listed nor ready."""
-        urls = {f"http://{f'[{a}]' if ':' in a else a}:{port}" for a in addresses}
+        urls = {address_url(address, port) for address in addresses}
         for url, id in self._from_dns.items():
             if url in urls:
                 self._absent.pop(url, None)
