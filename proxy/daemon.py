@@ -25,6 +25,7 @@ from proxy.calls import Calls
 from proxy.control import Control
 from proxy.fanout import Fanout
 from proxy.generation import Generations
+from proxy.hub_jobs import HubJobs
 from proxy.journal import Journal
 from proxy.metrics import Metrics
 from proxy.probes import Probes
@@ -156,6 +157,7 @@ class Daemon:
             journal=journal,
         )
         self.sources = Sources(self.replicas, self.probes.watch)
+        self._hub_jobs = _hub_jobs(settings, secrets)
         self.app = App(
             Generations(
                 self.replicas,
@@ -198,6 +200,9 @@ class Daemon:
         if self._settings.replicas_dns:
             host, _, port = self._settings.replicas_dns.rpartition(":")
             self.tasks.start(self.sources.follow_dns(host, int(port)), "replicas dns")
+        if self._hub_jobs is not None:
+            follow = self.sources.follow_hub(self._hub_jobs, self.bearer)
+            self.tasks.start(follow, "replicas of the Hub")
         self.probes.watch_fleet()
         self.tasks.start(self.publishing.sweep(), "retired adapters")
         self.serving = self.tasks.start(self._server.serve(sockets=[listener]), "server")
@@ -224,6 +229,8 @@ class Daemon:
         await self.calls.close()
         if self._gate is not None:
             await self._gate.close()
+        if self._hub_jobs is not None:
+            await self._hub_jobs.close()
         # A transport closes its socket in the loop's next turn, which must still come.
         await asyncio.sleep(0)
 
@@ -256,6 +263,14 @@ def bearer_of(settings: Settings, secrets: Secrets) -> Bearer:
         hf_jobs_only=secrets.token is None and secrets.hf_token is not None,
         over_http=settings.token_over_http,
         hosts={urlsplit(url).hostname or "" for url in settings.replicas},
+    )
+
+
+def _hub_jobs(settings: Settings, secrets: Secrets) -> HubJobs | None:
+    if settings.replicas_hf_label is None:
+        return None
+    return HubJobs(
+        settings.replicas_hf_label, endpoint=settings.hub_endpoint, token=secrets.hub_token
     )
 
 

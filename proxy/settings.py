@@ -230,6 +230,14 @@ def _host_port(value: Any) -> str:
     return f"{host}:{port}"
 
 
+def _hub_label(value: Any) -> str:
+    text = _text(value)
+    # A label's key and value: letters, digits, - and _ (huggingface_hub 2.4.0, update_job_labels).
+    if not re.fullmatch(r"([\w.-]+/)?[A-Za-z0-9_-]{1,100}=[A-Za-z0-9_-]{1,100}", text):
+        raise ValueError(f"{text!r} is not a Job's label; write it like run=NAME or ORG/run=NAME")
+    return text
+
+
 def replica_url(value: Any) -> str:
     """A replica's URL in one spelling: scheme and host in lower case, no slash at the end.
 
@@ -329,6 +337,13 @@ class Settings:
         "every address that HOST resolves to is a replica; resolved again and again",
         metavar="HOST:PORT",
     )
+    replicas_hf_label: str | None = _setting(
+        None,
+        _hub_label,
+        "every Hugging Face Job with this label that exposes a port is a replica; asked again and "
+        "again, with HF_TOKEN",
+        metavar="[NAMESPACE/]KEY=VALUE",
+    )
     host: str = _setting(
         "127.0.0.1", _host, "address on which the trainer connects", metavar="HOST"
     )
@@ -414,7 +429,7 @@ class Settings:
     hub_endpoint: str = _setting(
         "https://huggingface.co",
         replica_url,
-        "the Hub that --bucket-gate asks, with HF_TOKEN",
+        "the Hub that --bucket-gate and --replicas-hf-label ask, with HF_TOKEN",
         metavar="URL",
     )
     retire_grace_s: float = _time(
@@ -628,6 +643,9 @@ def _parse(name: str, given: _Given) -> Any:
 
 # --- the whole ----------------------------------------------------------------------------------
 
+FOLLOWED: Final = ("replicas_file", "replicas_dns", "replicas_hf_label")
+"""Settings that name a source of replicas which changes while we run."""
+
 
 def _check_not_yet(settings: Settings, labels: Mapping[str, str]) -> None:
     for key, line in NOT_YET.items():
@@ -663,8 +681,9 @@ def _check_files(settings: Settings, labels: Mapping[str, str]) -> None:
 
 def _check_replicas(settings: Settings, labels: Mapping[str, str]) -> None:
     label = labels["replicas"]
-    if not (settings.replicas or settings.replicas_file or settings.replicas_dns):
-        others = [f"--{n.replace('_', '-')}" for n in ("replicas_file", "replicas_dns")]
+    followed = [name for name in FOLLOWED if getattr(settings, name)]
+    if not (settings.replicas or followed):
+        others = [f"--{name.replace('_', '-')}" for name in FOLLOWED]
         ways = ["--replica URL", "ROLLMUX_REPLICAS", "replicas in the --config file"]
         ways += [way for way in others if way[2:].replace("-", "_") not in NOT_YET]
         raise SettingsError(f"no replica is configured; give {', '.join(ways[:-1])} or {ways[-1]}")
@@ -681,7 +700,7 @@ def _check_replicas(settings: Settings, labels: Mapping[str, str]) -> None:
             raise SettingsError(
                 f"{label}: {url} is the daemon's own address; give the replica's, or another --port"
             )
-    if settings.replicas_file or settings.replicas_dns:
+    if followed:
         return  # how many there will be is not known yet
     if isinstance(settings.min_replicas, int) and settings.min_replicas > len(settings.replicas):
         raise SettingsError(

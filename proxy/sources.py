@@ -1,4 +1,4 @@
-"""Where replicas come from besides the command line: a file that changes, a name in DNS."""
+"""Where replicas come from besides the command line: a file, a name in DNS, Jobs of the Hub."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import logging
 import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from broadcast.fleet import Replica, ReplicaState
+from proxy.hub_jobs import HubJobs, HubUnanswered
 from proxy.replicas import Replicas
 from proxy.settings import replica_url
+from proxy.tokens import HF_JOBS_SUFFIX, Bearer
 from routing.ids import ReplicaId
 
 log = logging.getLogger("rollmux")
@@ -19,6 +22,8 @@ FILE_S = 1.0
 """How often the file is looked at."""
 DNS_S = 5.0
 """How often the name is resolved; answers of a cluster's DNS live 5 to 30 s."""
+HUB_S = 10.0
+"""How often the Hub is asked for its Jobs."""
 ABSENT_LOOKS = 3
 """A resolver may leave an address out for a moment: so often in a row it has to be missing."""
 
@@ -49,6 +54,7 @@ class Sources:
         self._watch = watch
         self._from_file: dict[str, ReplicaId] = {}
         self._from_dns: dict[str, ReplicaId] = {}
+        self._from_hub: dict[str, ReplicaId] = {}
         self._absent: dict[str, int] = {}
         self._told = ""
 
@@ -85,7 +91,30 @@ class Sources:
     def take_addresses(self, addresses: Iterable[str], host: str, port: int) -> None:
         """One resolution. An address that is gone leaves once it is neither listed nor ready."""
         urls = {address_url(address, port) for address in addresses}
-        for url, id in self._from_dns.items():
+        self._keep_absent(self._from_dns, urls)
+        self._settle(self._from_dns, sorted(urls), host)
+
+    async def follow_hub(self, jobs: HubJobs, bearer: Bearer) -> None:
+        """For ever: every Job with the label that exposes a port is a replica.
+
+        A Job started in the place of a lost one has another URL, and comes in by itself. The Hub's
+        own host names may have the token: the operator named the label.
+        """
+        while True:
+            try:
+                urls = set(await jobs.urls())
+                for url in urls:
+                    if (urlsplit(url).hostname or "").endswith(HF_JOBS_SUFFIX):
+                        bearer.trust(url)
+                self._keep_absent(self._from_hub, urls)
+                self._settle(self._from_hub, sorted(urls), f"the Hub's Jobs with {jobs.label}")
+            except HubUnanswered as exc:
+                self._tell(f"the Hub does not list its Jobs ({exc}); the fleet is left as it is")
+            await asyncio.sleep(HUB_S)
+
+    def _keep_absent(self, known: dict[str, ReplicaId], urls: set[str]) -> None:
+        """Put back into ``urls`` what a list left out that may yet be there."""
+        for url, id in known.items():
             if url in urls:
                 self._absent.pop(url, None)
                 continue
@@ -94,7 +123,6 @@ class Sources:
             ready = replica is not None and replica.state is ReplicaState.READY
             if ready or self._absent[url] < ABSENT_LOOKS:
                 urls.add(url)
-        self._settle(self._from_dns, sorted(urls), host)
 
     def _settle(self, known: dict[str, ReplicaId], urls: Iterable[str], source: str) -> None:
         wanted = dict.fromkeys(urls)
