@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
 import orjson
@@ -55,6 +55,21 @@ NOT_FORWARDED = HOP_BY_HOP | {
     b"host", b"content-length", b"expect", b"authorization", b"x-request-id",
     b"accept-encoding",  # a reply is judged before it is passed on, so it has to be readable
 }  # fmt: skip
+
+
+USUAL_CONNECTION = frozenset((b"keep-alive", b"Keep-Alive", b"close"))
+
+
+def named_in_connection(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[bytes]:
+    """Names, in lower case, that a ``connection`` header makes meant for one connection too.
+
+    RFC 9110, 7.6.1. Nearly every request and reply has the usual words or no such header.
+    """
+    named: frozenset[bytes] = frozenset()
+    for name, value in headers:
+        if name == b"connection" and value not in USUAL_CONNECTION:
+            named |= {word.strip().lower() for word in value.split(b",")}
+    return named
 
 
 class Given(Exception):
@@ -346,7 +361,10 @@ class Generations:
         """Give the client the reply as it came: whole, or piece by piece."""
         record.phase = "reply"
         record.status = reply.status
-        headers = [h for h in reply.headers if h[0] not in HOP_BY_HOP]
+        kept_back = HOP_BY_HOP
+        if named := named_in_connection(reply.headers):
+            kept_back = HOP_BY_HOP | named
+        headers = [h for h in reply.headers if h[0] not in kept_back]
         headers.append((b"x-rollmux-replica", record.replica.encode()))
         headers.append((b"x-rollmux-route", record.decision.encode()))
         if record.request_id:
@@ -389,8 +407,11 @@ class Generations:
                 body_bytes,
             )
         ]
+        kept_back = self._not_forwarded
+        if named := named_in_connection(scope["headers"]):
+            kept_back = kept_back | named
         for name, value in scope["headers"]:
-            if name not in self._not_forwarded:
+            if name not in kept_back:
                 lines.append(b"%s: %s\r\n" % (name, value))
             elif name == b"x-request-id":
                 # Each attempt has an id of its own: the first one's may still be known there.

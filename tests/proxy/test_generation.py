@@ -149,6 +149,28 @@ async def test_headers_of_one_connection_stay_there_and_the_others_pass(start):
         assert "connection" not in answer.headers
 
 
+async def test_headers_that_connection_names_stay_there_too(start):
+    """RFC 9110, 7.6.1; the case of a name is nobody's business, and there may be several lines."""
+
+    async def script(arrival: Arrival) -> Reply:
+        lines = (
+            ("connection", "close, X-Hop"), ("connection", "x-other"), ("x-hop", "1"),
+            ("x-other", "1"), ("x-vllm-thing", "1"),
+        )  # fmt: skip
+        return Reply(200, OK, headers=lines)
+
+    async with ScriptedReplica(script) as replica:
+        running = await start([replica.url])
+        sent = {"connection": "keep-alive, X-Mine-Only", "x-mine-only": "1", "x-mine": "yes"}
+        answer = await running.client.post(
+            "/v1/completions", json={"model": "tiny", "prompt": "x"}, headers=sent
+        )
+        names = {name for name, _ in replica.generations[0].headers}
+        assert {*sent} & names == {"x-mine"}
+        assert answer.content == OK
+        assert {"x-hop", "x-other", "x-vllm-thing"} & {*answer.headers} == {"x-vllm-thing"}
+
+
 async def test_the_host_is_the_replicas_and_its_base_path_is_kept(start):
     async with ScriptedReplica(base="/team/a") as replica:
         running = await start([replica.url])
