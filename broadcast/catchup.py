@@ -50,6 +50,7 @@ class ResetCache:
 class Load:
     name: AdapterName
     path: str
+    """The shared one; a replica to which files are pushed gets its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +122,7 @@ def plan(
         if adapter is None:
             good = name in retired and name not in distrusted
         else:
-            good = path == adapter.loaded_from and (
-                name not in distrusted or adapter.path_names_the_bytes
-            )
+            good = adapter.is_at(path) and (name not in distrusted or adapter.names_the_bytes(path))
         if not good:
             unloads.append(Unload(name))
     going = {step.name for step in unloads}

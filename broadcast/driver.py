@@ -47,6 +47,7 @@ from broadcast.publication import (
     result,
     step,
 )
+from broadcast.transport import Deliver, Undelivered
 from routing.ids import ReplicaId
 
 LOAD = "/v1/load_lora_adapter"
@@ -76,32 +77,39 @@ async def publish(
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     timeouts: Timeouts = Timeouts(),
     fields: Mapping[str, object] | None = None,
+    deliver: Deliver | None = None,
     on_attempt: Callable[[ReplicaId, LoadOutcome, float], None] = lambda *_: None,
     on_drop: Callable[[ReplicaId, str], None] = lambda *_: None,
 ) -> PublicationResult:
     """Run what ``publication.begin`` returned until its phase is final.
 
     ``clock`` is the one that gave ``begin`` its ``now_s``. ``fields`` are further fields of the
-    load's body. ``on_attempt`` is told each load's outcome and seconds, ``on_drop`` each replica
-    that must leave rotation, at once; neither may raise.
+    load's body. ``deliver`` brings the files to a replica before each load; without it every
+    replica reads the publication's own path. ``on_attempt`` is told each load's outcome and
+    seconds, ``on_drop`` each replica that must leave rotation, at once; neither may raise.
 
     Run it in a task of its own, and shield that from its callers: a trainer that hangs up must not
     stop it half-way. If the task itself is cancelled, what is out is abandoned and replicas may be
     left holding the name.
     """
     name, path = begun[0].name, begun[0].path
-    load_body = json.dumps({**(fields or {}), "lora_name": name, "lora_path": path}).encode()
     unload_body = json.dumps({"lora_name": name}).encode()
     inbox: asyncio.Queue[Event] = asyncio.Queue()
     out: dict[ReplicaId, asyncio.Task[None]] = {}
 
     async def load(replica: ReplicaId) -> Event:
         sent_s = clock()
-        answer = await call(replica, "POST", LOAD, load_body, timeout_s=timeouts.attempt_timeout_s)
+        found = path if deliver is None else await deliver(replica)
+        if isinstance(found, Undelivered):
+            outcome, now_s = LoadOutcome.NEVER_RECEIVED, clock()
+            on_attempt(replica, outcome, now_s - sent_s)
+            return LoadAnswered(replica, outcome, 0, found.text, now_s)
+        body = json.dumps({**(fields or {}), "lora_name": name, "lora_path": found}).encode()
+        answer = await call(replica, "POST", LOAD, body, timeout_s=timeouts.attempt_timeout_s)
         outcome, now_s = classify_load(answer), clock()
         on_attempt(replica, outcome, now_s - sent_s)
         status = answer.status if isinstance(answer, Answer) else 0
-        return LoadAnswered(replica, outcome, status, _text(answer), now_s)
+        return LoadAnswered(replica, outcome, status, _text(answer), now_s, path=found)
 
     async def perform(command: Command) -> None:
         replica, limit_s = command.replica, timeouts.control_timeout_s

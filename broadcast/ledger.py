@@ -51,11 +51,18 @@ class LiveAdapter:
     """Of the files, in hex; empty where they cannot be read from here."""
     version: int | None
     committed_at_s: float
+    copy: str = ""
+    """The daemon's own copy; empty without one."""
 
-    @property
-    def path_names_the_bytes(self) -> bool:
-        """Two loads of this path cannot have seen different files."""
-        return self.loaded_from != self.path
+    def is_at(self, path: str) -> bool:
+        """Whether a replica that lists this path holds these files."""
+        return path == self.loaded_from or self.names_the_bytes(path)
+
+    def names_the_bytes(self, path: str) -> bool:
+        """Two loads of ``path`` cannot have seen different files, and they were these."""
+        if path == self.loaded_from and self.loaded_from != self.path:
+            return True
+        return bool(self.digest) and path.rstrip("/").endswith(f"-{self.digest}")
 
 
 def _plain(adapter: LiveAdapter) -> dict[str, str]:
@@ -63,6 +70,7 @@ def _plain(adapter: LiveAdapter) -> dict[str, str]:
         "name": adapter.name,
         "path": adapter.path,
         "loaded_from": adapter.loaded_from,
+        "copy": adapter.copy,
         "digest": adapter.digest,
     }
 
@@ -109,6 +117,9 @@ class Ledger:
     def live_names(self) -> tuple[AdapterName, ...]:
         return tuple(self._live)
 
+    def known_names(self) -> tuple[AdapterName, ...]:
+        return (*self._live, *self._retired)
+
     def retired_names(self) -> tuple[AdapterName, ...]:
         """Oldest first."""
         return tuple(self._retired)
@@ -141,11 +152,18 @@ class Ledger:
     # Changing
 
     def commit(
-        self, name: AdapterName, path: str, now_s: float, *, loaded_from: str = "", digest: str = ""
+        self,
+        name: AdapterName,
+        path: str,
+        now_s: float,
+        *,
+        loaded_from: str = "",
+        digest: str = "",
+        copy: str = "",
     ) -> LiveAdapter:
         """Every routable replica holds ``name`` now. A name committed again moves to the end."""
         adapter = LiveAdapter(
-            name, path, loaded_from or path, digest, version_of(name), committed_at_s=now_s
+            name, path, loaded_from or path, digest, version_of(name), now_s, copy
         )
         self._live.pop(name, None)
         self._retired.pop(name, None)
@@ -237,6 +255,7 @@ class Ledger:
                     now_s,
                     loaded_from=plain["loaded_from"],
                     digest=plain["digest"],
+                    copy=plain["copy"],
                 )
             for plain in retired:
                 self.retire(plain["name"], now_s)

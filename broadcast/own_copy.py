@@ -1,4 +1,7 @@
-"""The daemon's own copy of an adapter: ``<parent>/.rollmux/<name>-<digest>/``.
+"""The daemon's own copy of an adapter: ``<folder>/.rollmux/<name>-<digest>/``.
+
+``<folder>`` is the parent of the trainer's directory, where replicas read it through the shared
+mount, or a local one, from which it is pushed to them.
 
 Its path names its bytes, so no mount can hold an older version of it, and the trainer cannot delete
 it under an engine. A plain copy, never hard links: a FUSE bucket has none, and bytes that are ours
@@ -28,6 +31,7 @@ MAX_BYTES = 256 * 1024 * 1024
 STALE_S = 3600.0
 """A half-made copy so old has no maker any more."""
 _TEMP = ".tmp-"
+_NAMED = re.compile(r"/[^/]+-([0-9a-f]{64})/?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +50,15 @@ class NoCopy:
     reason: str
 
 
-def make(path: Path, name: str, *, max_bytes: int = MAX_BYTES) -> OwnCopy | NoCopy:
+def make(
+    path: Path, name: str, *, inside: Path | None = None, max_bytes: int = MAX_BYTES
+) -> OwnCopy | NoCopy:
     """Copy the adapter's directory. What is under the final name is whole, or is not there.
 
-    The digest is taken from the copy, not from the source: it names what replicas will read.
+    ``inside`` is the parent of the trainer's directory where it is not given. The digest is taken
+    from the copy, not from the source: it names what replicas will read.
     """
-    folder = path.parent / FOLDER
+    folder = (path.parent if inside is None else inside) / FOLDER
     try:
         sources = files(path)
         total = sum(file.stat().st_size for file in sources)
@@ -76,6 +83,12 @@ def make(path: Path, name: str, *, max_bytes: int = MAX_BYTES) -> OwnCopy | NoCo
         shutil.rmtree(temp, ignore_errors=True)
 
 
+def digest_in(path: str) -> str:
+    """The digest that a path of a copy names, ours or one pushed to a replica; else empty."""
+    found = _NAMED.search(path)
+    return found.group(1) if found else ""
+
+
 def remove(copy: Path) -> bool:
     """Delete a copy of ours; False if it was not there. Raises ValueError for anything else.
 
@@ -88,6 +101,12 @@ def remove(copy: Path) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def size(parent: Path) -> int:
+    """Bytes of all copies in ``parent``."""
+    copies = leftovers(parent, ())
+    return sum(file.stat().st_size for copy in copies for file in files(copy))
 
 
 def leftovers(parent: Path, keep: Collection[Path]) -> list[Path]:

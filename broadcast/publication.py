@@ -121,13 +121,18 @@ Commands = tuple[Command, ...]
 
 @dataclass(frozen=True, slots=True)
 class LoadAnswered:
-    """``status`` is 0 and ``text`` the cause where no answer came."""
+    """``status`` is 0 and ``text`` the cause where no answer came.
+
+    ``path`` is what the load named where that is not the publication's own, because the files were
+    brought to that replica.
+    """
 
     replica: ReplicaId
     outcome: LoadOutcome
     status: int
     text: str
     now_s: float
+    path: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +247,8 @@ class Progress:
     """Failed tries in a row of what is being done."""
     losses: int = 0
     """How often it had loaded the name and did not list it afterwards."""
+    path: str = ""
+    """What the last load named, where it is not the publication's own path."""
     outcome: LoadOutcome | None = None
     """Of the last load."""
     text: str = ""
@@ -308,6 +315,8 @@ class PublicationResult:
     dropped: Mapping[ReplicaId, str]
     stranded: tuple[ReplicaId, ...]
     missed_s: Mapping[ReplicaId, float] = field(default_factory=dict)
+    paths: Mapping[ReplicaId, str] = field(default_factory=dict)
+    """What each replica in ``loaded_on`` lists the name with."""
 
     @property
     def committed(self) -> bool:
@@ -407,6 +416,7 @@ def result(state: Publication) -> PublicationResult:
         missed_s={
             r: p.missed_at_s - state.started_s for r, p in replicas if p.missed_at_s is not None
         },
+        paths={r: p.path or state.path for r, p in replicas if p.at is At.VERIFIED},
     )
 
 
@@ -420,7 +430,8 @@ class ImpossibleEventError(RuntimeError):
 def _load_answered(state: Publication, event: LoadAnswered) -> Step:
     replica, progress = event.replica, _out(state, event.replica, At.LOADING)
     text = f"{event.status} {event.text}" if event.status else event.text
-    progress = replace(progress, outcome=event.outcome, text=_bounded(text))
+    path = event.path or progress.path
+    progress = replace(progress, outcome=event.outcome, text=_bounded(text), path=path)
     if event.outcome is LoadOutcome.NOT_VISIBLE and progress.missed_at_s is None:
         progress = replace(progress, missed_at_s=progress.asked_s)
     state = _put(state, replica, progress)
@@ -459,7 +470,7 @@ def _seen(state: Publication, replica: ReplicaId, listed: Mapping[str, str]) -> 
     """What to do about a replica, given its list."""
     progress = replace(state.replicas[replica], tries=0)
     path = listed.get(state.name)
-    if path == state.path and not progress.old:
+    if path == (progress.path or state.path) and not progress.old:
         return _loaded(_put(state, replica, replace(progress, holds=True)), replica)
     if state.phase is Phase.VERIFYING:
         # It had answered that it is loaded. Restarted, or two registries behind one address.

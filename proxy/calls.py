@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import httpx
 
@@ -48,11 +48,12 @@ class Calls:
         replica: ReplicaId,
         method: str,
         target: str,
-        body: bytes | None = None,
+        body: bytes | AsyncIterator[bytes] | None = None,
         *,
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
     ) -> Answer | NoAnswer:
+        """A body in pieces needs its ``content-length`` among the headers."""
         url = self._urls(replica)
         if url is None:
             return NoAnswer(Cause.UNREACHABLE, "left the fleet")
@@ -83,7 +84,7 @@ class Calls:
         replica: ReplicaId,
         method: str,
         url: str,
-        body: bytes | None,
+        body: bytes | AsyncIterator[bytes] | None,
         headers: dict[str, str],
         timeout: httpx.Timeout,
     ) -> Answer | NoAnswer:
@@ -98,10 +99,10 @@ class Calls:
                 size += len(piece)
                 if size > MAX_ANSWER_BYTES:
                     return NoAnswer(Cause.RESET, f"answer over {MAX_ANSWER_BYTES} bytes")
-            body = b"".join(pieces)
+            found = b"".join(pieces)
             if response.status_code != 200:  # refusals are shown and logged
-                body = self._bearer.redact_bytes(body)
-            return Answer(response.status_code, body, response.headers.get("content-type", ""))
+                found = self._bearer.redact_bytes(found)
+            return Answer(response.status_code, found, response.headers.get("content-type", ""))
 
     def _client(self, replica: ReplicaId) -> httpx.AsyncClient:
         client = self._clients.get(replica)

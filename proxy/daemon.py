@@ -31,6 +31,7 @@ from proxy.metrics import Metrics
 from proxy.probes import Probes
 from proxy.proving import Proving
 from proxy.publishing import Publishing
+from proxy.pushing import Pushing, default_cache
 from proxy.rejoin import MARKER_PREFIX, Rejoin
 from proxy.replicas import Replicas
 from proxy.settings import Secrets, Settings
@@ -94,10 +95,20 @@ class Daemon:
             if settings.state_file
             else None
         )
+        self.pushing = Pushing(
+            self.calls,
+            self.metrics,
+            key=secrets.push_key,
+            transport=settings.adapter_transport,
+            cache=Path(settings.push_cache or default_cache(settings.port)),
+            max_bytes=settings.push_cache_mb << 20,
+            timeout_s=settings.attempt_timeout_s,
+        )
         self.rejoin = Rejoin(
             self.replicas,
             self.calls,
             pause,
+            self.pushing,
             run_id=f"{MARKER_PREFIX}{random_secrets.token_hex(6)}",
             journal=journal,
             load_timeout_s=settings.load_timeout_s,
@@ -121,6 +132,7 @@ class Daemon:
             ),
             timeouts=Timeouts(settings.attempt_timeout_s, settings.control_timeout_s),
             own_copies=settings.own_copies == "auto",
+            pushing=self.pushing,
             gate=self._gate,
             limits=self.rejoin.weakest_lora,
         )

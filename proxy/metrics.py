@@ -68,6 +68,15 @@ class Metrics:
         self.publications = counter(
             "adapter_publications_total", "Publications by how they ended.", "outcome"
         )
+        self.pushed_bytes = counter(
+            "pushed_bytes_total", "Adapter files sent to a replica.", "replica"
+        )
+        self.push_seconds = histogram(
+            "push_seconds",
+            "Pushing one adapter, or seeing that it is there.",
+            _PUBLISH_S,
+            "replica",
+        )
         self.weight_proofs = counter(
             "weight_proofs_total", "Looks at what policy names stand for.", "outcome"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from broadcast.answers import LoadOutcome, UnloadOutcome, classify_unload, read_
 from broadcast.driver import Notice, Timeouts, publish
 from broadcast.fleet import ReplicaState, Transition
 from broadcast.lag import Lag
+from broadcast.ledger import LiveAdapter
 from broadcast.publication import (
     FleetBack,
     FleetLow,
@@ -32,6 +34,7 @@ from proxy.calls import Calls
 from proxy.errors import AdapterNotVisible, AdapterRefused, BadRequest
 from proxy.fanout import Fanout
 from proxy.metrics import Metrics
+from proxy.pushing import Pushing
 from proxy.rejoin import LoraLimits
 from proxy.replicas import Replicas
 from proxy.status import Status
@@ -56,6 +59,17 @@ RESULTS = {
     LoadOutcome.NOT_VLLM: "lost",
 }
 """Metric words of the outcomes; the rest are ``refused``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An adapter that was looked at. ``path`` is what replicas read that are not pushed to."""
+
+    path: str
+    digest: str = ""
+    """Of the files; empty without a copy."""
+    copy: str = ""
+    """Our own copy of them; empty without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +120,7 @@ class Publishing:
         rules: Rules,
         timeouts: Timeouts,
         own_copies: bool,
+        pushing: Pushing,
         gate: BucketGate | None,
         limits: Callable[[], LoraLimits],
     ) -> None:
@@ -117,6 +132,7 @@ class Publishing:
         self._rules = rules
         self._timeouts = timeouts
         self._own_copies = own_copies
+        self._pushing = pushing
         self._gate = gate
         self._lag: dict[ReplicaId, Lag] = {}
         self._used: OrderedDict[AdapterName, None] = OrderedDict()
@@ -136,8 +152,9 @@ class Publishing:
         replicas, fleet, ledger = self._replicas, self._replicas.fleet, self._replicas.ledger
         known = ledger.get(call.name)
         started_s = replicas.now_s()
-        path, digest = await self._prepare(call)
-        if known is not None and digest and known.digest == digest and not call.in_place:
+        found = await self._prepare(call)
+        same = known is not None and found.digest != "" and known.digest == found.digest
+        if same and not call.in_place:
             return self._again(call.name, started_s)
         if known is not None:
             # The name stands for something already: nothing may name it until it is ours.
@@ -147,15 +164,16 @@ class Publishing:
             replicas.notify()
             await self._until_unused(call.name)
         await self._until_slot(call.name)
-        if self._gate is not None:
-            names = await asyncio.to_thread(_file_names, Path(path))
-            await self._gate.wait(Path(path), names)
         targets = fleet.routable()
+        if self._gate is not None and not self._pushing.takes_all([r.id for r in targets]):
+            files = await asyncio.to_thread(_file_names, Path(found.path))
+            await self._gate.wait(Path(found.path), files)
+            targets = fleet.routable()
         listed = await self._fanout.all(
             targets, "GET", "/v1/models", timeout_s=self._timeouts.control_timeout_s
         )
         before = {
-            id: found for id, answer in listed.items() if (found := read_list(answer)) is not None
+            id: names for id, answer in listed.items() if (names := read_list(answer)) is not None
         }
         self._notices = asyncio.Queue()
         self._attempted = set()
@@ -164,12 +182,16 @@ class Publishing:
             result = await publish(
                 begin(
                     call.name,
-                    path,
+                    found.path,
                     [r.id for r in targets],
                     self._rules,
                     now_s=now_s,
                     listed_before=before,
-                    learned_lag_s={id: lag.first_look_s for id, lag in self._lag.items()},
+                    learned_lag_s={
+                        id: lag.first_look_s
+                        for id, lag in self._lag.items()
+                        if id not in self._pushing
+                    },
                     used_before=[r.id for r in targets] if call.name in self._used else (),
                 ),
                 self._calls,
@@ -177,6 +199,7 @@ class Publishing:
                 clock=replicas.now_s,
                 timeouts=self._timeouts,
                 fields=call.fields,
+                deliver=lambda r: self._pushing.deliver(r, found.copy, found.path),
                 on_attempt=self._on_attempt,
                 on_drop=self._on_drop,
             )
@@ -188,11 +211,21 @@ class Publishing:
             limits = self._limits()
             for warning in ledger.slot_warnings(limits.max_loras, limits.max_cpu_loras):
                 self._tell(warning)
-            ledger.commit(call.name, call.path, now_s, loaded_from=path, digest=digest)
-            fleet.hold(result.loaded_on, call.name, path, now_s)
+            ledger.commit(
+                call.name,
+                call.path,
+                now_s,
+                loaded_from=found.path,
+                digest=found.digest,
+                copy=found.copy,
+            )
+            for replica, path in result.paths.items():
+                fleet.hold((replica,), call.name, path, now_s)
             replicas.apply(fleet.change_committed(result.loaded_on, now_s))
             for replica, seconds in result.visible_s.items():
                 self._metrics.visible_seconds.labels(replica).observe(seconds)
+                if result.paths.get(replica, found.path) != found.path:
+                    continue  # pushed: it says nothing about the mount
                 lag = self._lag.get(replica, Lag())
                 self._lag[replica] = lag.seen(result.missed_s.get(replica), seconds)
         else:
@@ -200,8 +233,8 @@ class Publishing:
             if known is not None:
                 ledger.retire(call.name, now_s)
                 ledger.forget(call.name)
-            if digest and not result.stranded:
-                await asyncio.to_thread(own_copy.remove, Path(path))
+            if found.copy and not result.stranded:
+                await self._remove_copy(found.copy)
         replicas.notify()
         self._status.on_publication(result)
         self._log(result, now_s - started_s)
@@ -219,8 +252,8 @@ class Publishing:
         while replicas.now_s() < deadline_s:
             running = replicas.fleet.inflight_names() - {name}
             evicted = [n for n in ledger.next_evicted(limits.max_cpu_loras) if n in running]
-            paths = [a.loaded_from for n in evicted if (a := ledger.get(n)) is not None]
-            if not [p for p in paths if not await asyncio.to_thread(_readable, p)]:
+            adapters = [a for n in evicted if (a := ledger.get(n)) is not None]
+            if not [a for a in adapters if await self._files_gone(a)]:
                 return
             self._tell(f"a load waits for requests of {', '.join(evicted)}, whose files are gone")
             await replicas.changed(SWEEP_S)
@@ -261,10 +294,9 @@ class Publishing:
             stranded=(),
         )
 
-    async def _prepare(self, call: LoadCall) -> tuple[str, str]:
+    async def _prepare(self, call: LoadCall) -> Prepared:
         """Check the files where they can be read from here, and copy them.
 
-        Returns the path that replicas are told and the digest of the files, empty without a copy.
         Files cut short are waited for: seen through a mount they may only be not whole yet.
         """
         replicas = self._replicas
@@ -281,7 +313,7 @@ class Publishing:
                 break
             except adapter_dir.AdapterNotReadable as exc:
                 log.debug("%s is not checked: %s", call.name, exc)
-                return call.path, ""
+                return Prepared(call.path)
             except adapter_dir.AdapterIncomplete as exc:
                 if replicas.now_s() >= deadline_s:
                     raise AdapterNotVisible(
@@ -297,13 +329,54 @@ class Publishing:
             log.warning("%s: %s", call.name, warning)
         if replicas.ledger.first_shapes is None and found.shapes:
             replicas.ledger.first_shapes = found.shapes
-        if not self._own_copies:
-            return call.path, ""
-        copy = await asyncio.to_thread(own_copy.make, source, call.name)
-        if isinstance(copy, own_copy.NoCopy):
+        return await self._copied(call.name, source)
+
+    async def _copied(self, name: AdapterName, source: Path) -> Prepared:
+        """A copy beside the source, for replicas that read the mount; where there are none, or it
+        cannot be made, a local one for those that are pushed to."""
+        pushing = self._pushing
+        replicas = [r.id for r in self._replicas.fleet]
+        if self._own_copies and not pushing.takes_all(replicas):
+            copy = await asyncio.to_thread(own_copy.make, source, name)
+            if isinstance(copy, own_copy.OwnCopy):
+                return Prepared(str(copy.path), copy.digest, str(copy.path))
             self._tell(f"adapters are loaded from the trainer's own path: {copy.reason}")
-            return call.path, ""
-        return str(copy.path), copy.digest
+        if not any(r in pushing for r in replicas):
+            return Prepared(str(source))
+        copy = await asyncio.to_thread(self._cached, source, name)
+        if isinstance(copy, own_copy.OwnCopy):
+            return Prepared(str(source), copy.digest, str(copy.path))
+        self._tell(f"adapters are not pushed: {copy.reason}")
+        return Prepared(str(source))
+
+    def _cached(self, source: Path, name: AdapterName) -> own_copy.OwnCopy | own_copy.NoCopy:
+        """A copy in the push cache, within its bound. Blocking."""
+        cache, ledger = self._pushing.cache, self._replicas.ledger
+        try:
+            cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if cache.stat().st_uid != os.getuid():
+                return own_copy.NoCopy(f"{cache} belongs to somebody else; give --push-cache")
+        except OSError as exc:
+            return own_copy.NoCopy(f"{cache} cannot be made: {exc.strerror or exc}")
+        wanted = {Path(a.copy) for n in ledger.known_names() if (a := ledger.get(n)) and a.copy}
+        for left in own_copy.leftovers(cache, wanted):
+            own_copy.remove(left)
+        room = self._pushing.max_bytes - own_copy.size(cache)
+        return own_copy.make(source, name, inside=cache, max_bytes=room)
+
+    async def _remove_copy(self, copy: str) -> None:
+        await asyncio.to_thread(own_copy.remove, Path(copy))
+        await self._pushing.drop([r.id for r in self._replicas.fleet], Path(copy))
+
+    async def _files_gone(self, adapter: LiveAdapter) -> bool:
+        """Whether a replica that would have to read the adapter again could not.
+
+        What was pushed to a replica stays there until it is told that nobody needs it.
+        """
+        held = {r.adapters.get(adapter.name) for r in self._replicas.fleet} - {None}
+        if held and adapter.loaded_from not in held:
+            return False
+        return not await asyncio.to_thread(_readable, adapter.loaded_from)
 
     async def retire(self, body: bytes) -> Answer:
         """The trainer's unload: answered at once, but for a load of that name under way.
@@ -338,7 +411,7 @@ class Publishing:
         gone = set()
         for name in ledger.retired_names():
             adapter = ledger.get(name)
-            if adapter is not None and not await asyncio.to_thread(_readable, adapter.loaded_from):
+            if adapter is not None and await self._files_gone(adapter):
                 gone.add(name)
         replicas.files_gone = frozenset(gone)
         inflight = replicas.fleet.inflight_names()
@@ -372,8 +445,8 @@ class Publishing:
         gone = [id for id, answer in told.items() if classify_unload(answer) is UnloadOutcome.GONE]
         # Who was not told still lists it, and sweeps it when it rejoins.
         replicas.apply(replicas.fleet.change_committed(gone, replicas.now_s()))
-        if adapter is not None and adapter.path_names_the_bytes:
-            await asyncio.to_thread(own_copy.remove, Path(adapter.loaded_from))
+        if adapter is not None and adapter.copy:
+            await self._remove_copy(adapter.copy)
         log.info("%s is unloaded everywhere", name)
 
     def _moved(self, moved: Transition) -> None:

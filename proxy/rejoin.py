@@ -6,11 +6,12 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import orjson
 
-from broadcast import catchup
+from broadcast import catchup, own_copy
 from broadcast.answer import Answer, NoAnswer
 from broadcast.answers import (
     RESET,
@@ -27,9 +28,11 @@ from broadcast.fleet import Probe, Replica
 from broadcast.joins import Facts, facts
 from broadcast.ledger import version_of
 from broadcast.pause import Pause
+from broadcast.transport import Undelivered
 from proxy.calls import Calls
 from proxy.journal import Journal
 from proxy.probes import Failed, look
+from proxy.pushing import Pushing
 from proxy.replicas import Replicas
 from routing.ids import AdapterName, ReplicaId
 
@@ -63,6 +66,7 @@ class Rejoin:
         replicas: Replicas,
         calls: Calls,
         pause: Pause,
+        pushing: Pushing,
         *,
         run_id: str,
         journal: Journal | None,
@@ -77,6 +81,7 @@ class Rejoin:
         self._calls = calls
         self._journal = journal
         self._pause = pause
+        self._pushing = pushing
         self._load_timeout_s = load_timeout_s
         self._load_retry_s = load_retry_s
         self._load_retry_max_s = load_retry_max_s
@@ -196,6 +201,12 @@ class Rejoin:
             log.error("%s stays out: it %s", label, why)
             self._replicas.apply(fleet.exclude(replica.id, "foreign_run", why, now_s))
             return False
+        missing = await self._pushing.find(replica.id, label)
+        if missing and self._pushing.required:
+            now_s = self._replicas.now_s()
+            fleet.catch_up_failed(replica.id, epoch, "no_push", missing, now_s)
+            log.warning("%s cannot join: it %s", label, missing)
+            return False
         if replica.block_tokens is None:
             await self._read_facts(replica, label)
         return replica.epoch == epoch
@@ -272,7 +283,12 @@ class Rejoin:
                     case _:
                         return StepResult.FAILED, _words(answer)
             case catchup.Load():
-                body = {"lora_name": step.name, "lora_path": step.path, "load_inplace": False}
+                adapter = self._replicas.ledger.get(step.name)
+                copy = adapter.copy if adapter is not None else ""
+                path = await self._pushing.deliver(replica, copy, step.path)
+                if isinstance(path, Undelivered):
+                    return StepResult.LATER, path.text
+                body = {"lora_name": step.name, "lora_path": path, "load_inplace": False}
                 answer = await self._post(
                     replica, "/v1/load_lora_adapter", body, self._attempt_timeout_s
                 )
@@ -397,11 +413,18 @@ class Rejoin:
         )
 
     def _adopt_common(self, seen: Sequence[Probe]) -> None:
-        """Without a journal: what all replicas hold alike."""
-        common = set(seen[0].listed.items()).intersection(*(p.listed.items() for p in seen[1:]))
+        """Without a journal: what all replicas hold alike, by its path or by the digest in it."""
+
+        def holds(probe: Probe) -> set[tuple[str, str]]:
+            return {(n, own_copy.digest_in(p) or p) for n, p in probe.listed.items()}
+
+        common = holds(seen[0]).intersection(*map(holds, seen[1:]))
         now_s = self._replicas.now_s()
-        for name, path in sorted(common, key=lambda item: (version_of(item[0]) or 0, item[0])):
-            self._replicas.ledger.commit(AdapterName(name), path, now_s)
+        for name, held in sorted(common, key=lambda item: (version_of(item[0]) or 0, item[0])):
+            path = seen[0].listed[AdapterName(name)]
+            digest = held if held != path else ""
+            copy = self._pushing.kept(Path(path).name) if digest else ""
+            self._replicas.ledger.commit(AdapterName(name), path, now_s, digest=digest, copy=copy)
         if common:
             names = ", ".join(name for name, _ in sorted(common))
             log.info("adapters found on all %d replicas and taken over: %s", len(seen), names)

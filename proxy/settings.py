@@ -26,12 +26,8 @@ MAX_SECONDS: Final = 10_000_000.0
 
 NOT_YET: Final[Mapping[str, str]] = {
     "record": "recording a trace is not in this version; leave it out",
-    "adapter_transport=push": "pushing adapters is not in this version; use path or auto",
 }
-"""Settings of the contract that this version cannot honour: refused, not ignored.
-
-A key is a field, or ``field=value`` where only one value is refused.
-"""
+"""Settings of the contract that this version cannot honour: refused, not ignored."""
 
 OLD_NAMES: Final[Mapping[str, str]] = {
     "UPSTREAM_URLS": "replicas",
@@ -417,9 +413,22 @@ class Settings:
     adapter_transport: str = _setting(
         "auto",
         _one_of("auto", "path", "push"),
-        "how adapter files reach a replica",
+        "how adapter files reach a replica: the shared path, or pushed to its own endpoint; auto "
+        "pushes to those that have one",
         metavar="auto|path|push",
     )
+    push_key_env: str | None = _name_of_secret(
+        "environment variable with the key of the replicas' push endpoints; ROLLMUX_PUSH_KEY if "
+        "that is set"
+    )
+    push_cache: str | None = _setting(
+        None,
+        _text,
+        "folder for the daemon's copies of adapters that are pushed; must be local",
+        metavar="PATH",
+        default_text="rollmux-push-PORT among the temporary files",
+    )
+    push_cache_mb: int = _setting(4096, _integer(1, 1_000_000), "bound of that folder", unit="MB")
     bucket_gate: str | None = _setting(
         None,
         _bucket_mount,
@@ -551,7 +560,12 @@ def load(argv_options: Mapping[str, Any], environ: Mapping[str, str]) -> Loaded:
     _check_files(settings, labels)
     _check_replicas(settings, labels)
     _check_exposure(settings, labels)
-    read_secrets(settings, environ)
+    secrets = read_secrets(settings, environ)
+    if settings.adapter_transport == "push" and secrets.push_key is None:
+        raise SettingsError(
+            f"{labels['adapter_transport']}: push needs the key of the replicas' push endpoints; "
+            f"set {PUSH_KEY}, or name its variable with --push-key-env"
+        )
     return Loaded(settings, notes)
 
 
@@ -620,7 +634,7 @@ def _is_service_link(variable: str, value: str) -> bool:
 
 def _refuse_unknown(unknown: Iterable[str], given: Mapping[str, _Given]) -> None:
     # The operator may have called a secret's variable ROLLMUX_TOKEN and pointed --token-env at it.
-    secrets = {given[name].raw for name in SECRET_NAMES if name in given}
+    secrets = {PUSH_KEY} | {given[name].raw for name in SECRET_NAMES if name in given}
     names = [info.env for info in _OPTIONS.values() if info.env]
     for variable in unknown:
         if variable not in secrets:
@@ -648,10 +662,8 @@ FOLLOWED: Final = ("replicas_file", "replicas_dns", "replicas_hf_label")
 
 
 def _check_not_yet(settings: Settings, labels: Mapping[str, str]) -> None:
-    for key, line in NOT_YET.items():
-        name, _, refused = key.partition("=")
-        value = getattr(settings, name)
-        if value == refused if refused else value is not None:
+    for name, line in NOT_YET.items():
+        if getattr(settings, name) is not None:
             raise SettingsError(f"{labels[name]}: {line}")
 
 
@@ -731,7 +743,9 @@ def _check_exposure(settings: Settings, labels: Mapping[str, str]) -> None:
 
 # --- secrets ------------------------------------------------------------------------------------
 
-SECRET_NAMES: Final = ("token_env", "api_key_env", "admin_key_env")
+PUSH_KEY: Final = "ROLLMUX_PUSH_KEY"
+"""The variable that the replicas' push endpoints read (``deploy/replica/rollmux_push.py``)."""
+SECRET_NAMES: Final = ("token_env", "api_key_env", "admin_key_env", "push_key_env")
 """Fields whose value is the name of an environment variable that holds a secret."""
 
 
@@ -747,6 +761,8 @@ class Secrets:
     """``HF_TOKEN``, for the Hub itself."""
     api_key: str | None = field(default=None, repr=False)
     admin_key: str | None = field(default=None, repr=False)
+    push_key: str | None = field(default=None, repr=False)
+    """Of the replicas' push endpoints."""
 
 
 def read_secrets(settings: Settings, environ: Mapping[str, str]) -> Secrets:
@@ -768,6 +784,7 @@ def read_secrets(settings: Settings, environ: Mapping[str, str]) -> Secrets:
         hub_token=hf_token if _fits_header(hf_token) else None,
         api_key=_from_variable("--api-key-env", settings.api_key_env, environ),
         admin_key=_from_variable("--admin-key-env", settings.admin_key_env, environ),
+        push_key=_from_variable("--push-key-env", _push_key(settings, environ), environ),
     )
 
 
@@ -784,6 +801,12 @@ def read_token_file(path: str) -> str:
     if not _fits_header(token):
         raise ValueError("is empty or holds what a header cannot; put just the token there")
     return token
+
+
+def _push_key(settings: Settings, environ: Mapping[str, str]) -> str | None:
+    """The variable with the push key: the one that is named, else the usual one where it is set."""
+    usual = PUSH_KEY if environ.get(PUSH_KEY, "").strip() else None
+    return settings.push_key_env or usual
 
 
 def _from_variable(flag: str, variable: str | None, environ: Mapping[str, str]) -> str | None:

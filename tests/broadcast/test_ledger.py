@@ -47,8 +47,18 @@ def test_a_path_of_our_own_names_the_bytes():
     book = Ledger()
     given = book.commit(name(1), "/lora/v1", 0.0)
     own = book.commit(name(2), "/lora/v2", 0.0, loaded_from="/lora/.rollmux/v2-abc", digest="abc")
-    assert (given.loaded_from, given.path_names_the_bytes) == ("/lora/v1", False)
-    assert (own.loaded_from, own.path_names_the_bytes) == ("/lora/.rollmux/v2-abc", True)
+    assert (given.loaded_from, given.names_the_bytes("/lora/v1")) == ("/lora/v1", False)
+    assert own.loaded_from == "/lora/.rollmux/v2-abc"
+    assert own.names_the_bytes(own.loaded_from)
+
+
+def test_files_pushed_to_a_replica_are_known_by_the_digest_in_their_path():
+    adapter = Ledger().commit(name(1), "/lora/v1", 0.0, digest="ab" * 32)
+    pushed = f"/dev/shm/rollmux/{'0' * 8}/{name(1)}-{'ab' * 32}"
+    assert adapter.is_at(pushed)
+    assert adapter.names_the_bytes(pushed)
+    assert not adapter.is_at(pushed.replace("ab", "cd"))
+    assert not Ledger().commit(name(1), "/lora/v1", 0.0).is_at("/elsewhere/v1-")
 
 
 def test_names_without_a_number_count_as_versions_by_commit():

@@ -73,7 +73,7 @@ async def test_a_replica_that_cannot_see_the_files_yet_is_asked_again_alone(star
 
 async def test_a_half_published_directory_is_waited_for(start, tmp_path):
     """Behind a mount that lags, and shows files one by one, the publication still commits."""
-    folder = LaggingFolder(tmp_path, lag_s=0.4)
+    folder = LaggingFolder(tmp_path, lag_s=2.0)  # no machine takes so long to get to the first look
     async with SimulatedReplica() as a, SimulatedReplica(folder=folder) as b:
         running = await start([a.url, b.url])
         answer = await load(running, "trl-policy-v1", adapter(tmp_path, "trl-policy-v1", 1))

@@ -89,6 +89,8 @@ def test_every_option_can_come_from_the_environment_and_from_the_file(tmp_path, 
         "min_replicas": "all",
         "own_copies": "never",
         "adapter_transport": "push",
+        "push_key_env": "SECRET",
+        "push_cache": str(tmp_path / "cache"),
         "bucket_gate": "me/run=/lora",
         "hub_endpoint": "http://hub",
         "pause": "eager",
@@ -462,3 +464,18 @@ def test_two_sources_of_one_token_are_refused(tmp_path):
     path = tmp_path / "token"
     path.write_text("t")
     assert "keep one" in refusal({"token_env": "T", "token_file": str(path)}, T="t")
+
+
+def test_the_usual_variable_of_the_push_key_is_read_and_is_no_unknown_name():
+    given = {"replicas": URL}
+    assert read_secrets(load(given, {}).settings, {}).push_key is None
+    environ = {"ROLLMUX_PUSH_KEY": "k"}
+    assert read_secrets(load(given, environ).settings, environ).push_key == "k"
+    environ |= {"OTHER": "o"}
+    named = load({**given, "push_key_env": "OTHER"}, environ)
+    assert read_secrets(named.settings, environ).push_key == "o"
+
+
+def test_pushing_without_a_key_is_refused_with_the_fix():
+    with pytest.raises(SettingsError, match="set ROLLMUX_PUSH_KEY"):
+        load({"replicas": URL, "adapter_transport": "push"}, {})
