@@ -11,11 +11,11 @@ import logging
 import socket
 import struct
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from urllib.parse import parse_qsl, unquote
 
 import httptools
@@ -149,6 +149,7 @@ class Reply:
 
 
 Handler = Callable[[Arrival], Awaitable[Reply]]
+T = TypeVar("T")
 
 
 class Server:
@@ -180,7 +181,7 @@ class Server:
         self.connections_made = 0
         self.arrivals = 0
         self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def url(self) -> str:
@@ -217,9 +218,9 @@ class Server:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.sleep(0)  # transports close their sockets in the next turn of the loop
 
-    def own(self, work: Any) -> asyncio.Task[None]:
+    def own(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A task that ends with this server at the latest."""
-        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
+        task: asyncio.Task[T] = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

@@ -7,7 +7,8 @@
 
 What a reply says depends on who computed it: its tokens are a function of the adapter's bytes
 (or the base model), the prompt and the position. ``expected_tokens`` tells what it must be.
-Adapter directories are really read, optionally through a ``LaggingFolder``.
+Adapter directories are really read, optionally through a ``LaggingFolder``. With a push key it
+takes adapters over its port as well, by ``deploy/replica/rollmux_push.py``.
 
 Remote control: GET /sim/log, DELETE /sim/log; POST /sim/faults (a JSON object with ``path``,
 optionally ``method``, ``nth``, ``times``, and the fields of a Fault), DELETE /sim/faults;
@@ -54,7 +55,9 @@ from benchmarks.driver import Driver
 from benchmarks.engine import Adapter, Engine, EngineConfig, Pause
 from benchmarks.generations import Generations
 from benchmarks.httpd import CONTROL, Arrival, Fault, Faults, Reply, Server, with_headers
+from benchmarks.push import PushEndpoint, PushSettings
 from benchmarks.replies import Refused, bad_request, error, invalid, json_reply, missing
+from deploy.replica.rollmux_push import DEFAULT_ROOT
 
 Route = Callable[[Arrival], Awaitable[Reply]]
 
@@ -69,9 +72,14 @@ class SimulatedReplica:
         host: str = "127.0.0.1",
         port: int = 0,
         folder: LaggingFolder | None = None,
+        push_key: str | None = None,
+        push_root: Path | str = DEFAULT_ROOT,
         **overrides: Any,
     ) -> None:
-        """``overrides`` are fields of ReplicaConfig or EngineConfig, for short calls in tests."""
+        """``overrides`` are fields of ReplicaConfig or EngineConfig, for short calls in tests.
+
+        With ``push_key`` adapters can be pushed, into a folder of its own below ``push_root``.
+        """
         config = config or ReplicaConfig()
         engine_fields = {k: overrides.pop(k) for k in list(overrides) if k in _ENGINE_FIELDS}
         plain = {name: getattr(config, name) for name in ReplicaConfig.__dataclass_fields__}
@@ -89,6 +97,8 @@ class SimulatedReplica:
             uncancelled=_UNCANCELLED,
         )
         self._server.die = self.die
+        self._push_settings = PushSettings(push_key, Path(push_root)) if push_key else None
+        self._push: PushEndpoint | None = None
         self._boot()
 
     def _boot(self) -> None:
@@ -109,6 +119,13 @@ class SimulatedReplica:
         self.driver = Driver(self.engine, self._on_death)
         self._generations = Generations(self.config, self.driver, self.names)
         self._routes = self._table()
+        if self._push is not None:
+            self._push.close(keep_files=True)
+        if self._push_settings is not None:
+            names = self.names
+            self._push = PushEndpoint(
+                self._push_settings, lambda: {a.name: a.path for a in list(names.values())}
+            )
 
     # For tests
 
@@ -158,6 +175,9 @@ class SimulatedReplica:
     async def close(self) -> None:
         self._stop_timers()
         await self._server.close()
+        if self._push is not None:
+            self._push.close()
+            self._push = None
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -186,8 +206,16 @@ class SimulatedReplica:
             loop = asyncio.get_running_loop()
             self._down.append(loop.call_later(self.config.notice_s, self._notice_death))
 
+    async def kill(self) -> None:
+        """The whole process is gone at once, as by SIGKILL; ``restart`` is the next one."""
+        self._stop_timers()
+        await self._server.close()
+
     async def restart(self) -> None:
-        """A new process at the same address: no adapters, nothing paused, an empty cache."""
+        """A new process at the same address: no adapters, nothing paused, an empty cache.
+
+        What was pushed to the old one is removed, as a new process does with a dead one's files.
+        """
         self._server.refuse()
         self._stop_timers()
         self._boot()
@@ -237,6 +265,9 @@ class SimulatedReplica:
             if given != f"Bearer {self.config.bearer}":
                 page = b"<html><body><h1>401 Unauthorized</h1></body></html>"
                 return Reply(401, page, "text/html")
+        if self._push is not None and self._push.serves(path):
+            # Outermost in vLLM too, before its key. Work on files goes on when a client leaves.
+            return await asyncio.shield(self._server.own(self._push.answer(arrival)))
         key = self.config.api_key
         if key is not None and path.startswith(_GUARDED):
             given = arrival.header("authorization")
@@ -750,6 +781,8 @@ def _arguments() -> argparse.ArgumentParser:
     add("--no-dev-mode", action="store_true", help="without VLLM_SERVER_DEV_MODE")
     add("--weight-transfer", action="store_true", help="with --weight-transfer-config")
     add("--keep-alive-s", type=float, default=config.keep_alive_s, help="idle connections")
+    add("--push-key", default=None, help="take pushed adapters from who shows this key")
+    add("--push-root", default=DEFAULT_ROOT, metavar="DIR", help="where pushed adapters are kept")
     add("--bucket", default=None, metavar="DIR", help="show DIR through a mount that lags")
     add("--lag-s", type=float, default=2.5, help="the mount's lag, seconds")
     add("--negative-ttl-s", type=float, default=1.0, help="how long it remembers a miss, seconds")
@@ -785,7 +818,14 @@ def _from_arguments(args: argparse.Namespace) -> SimulatedReplica:
             load_s=args.load_s,
         ),
     )
-    return SimulatedReplica(config, host=args.host, port=args.port, folder=folder)
+    return SimulatedReplica(
+        config,
+        host=args.host,
+        port=args.port,
+        folder=folder,
+        push_key=args.push_key,
+        push_root=args.push_root,
+    )
 
 
 async def _run(replica: SimulatedReplica) -> None:

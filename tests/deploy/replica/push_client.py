@@ -114,6 +114,9 @@ class Adapter:
         self.digest = hasher.hexdigest()
         self.name = f"{stem}-{self.digest}"
 
+    def __repr__(self) -> str:
+        return self.name[:20]
+
     @property
     def manifest(self) -> dict[str, Any]:
         return {

@@ -51,7 +51,7 @@ file_names = st.one_of(
     st.text(max_size=10),
 )
 contents = st.one_of(
-    st.sampled_from([data for a in ADAPTERS for data in a.files.values()]),
+    st.integers(0, 3).map(lambda number: next(iter(ADAPTERS[number].files.values()))),
     st.binary(max_size=50),
 )
 junk = st.recursive(
@@ -76,7 +76,8 @@ def manifests(draw: st.DrawFn) -> Any:
             case "size":
                 manifest["files"][0] = manifest["files"][0] | {"bytes": draw(st.integers())}
             case "lines":
-                manifest["files"] = draw(st.lists(st.sampled_from(manifest["files"]), max_size=70))
+                lines = st.sampled_from(manifest["files"])
+                manifest["files"] = draw(st.lists(lines, min_size=1, max_size=70))
             case "top":
                 manifest[draw(st.sampled_from(["digest", "files"]))] = draw(junk)
                 return manifest
