@@ -22,7 +22,7 @@ from routing.router import Router, RouterSettings
 
 FINE, FAILURE, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 
-PLANNED = ("replay", "doctor")
+PLANNED = ("replay",)
 """Commands of the contract that this version does not have."""
 
 OPTIONS_HELP = """
@@ -78,14 +78,14 @@ def _command(args: list[str], environ: Mapping[str, str]) -> int:
     if args and args[0] in PLANNED:
         raise SettingsError("not in this version")
     trainer: list[str] | None = None
-    if args and args[0] == "run" and "--" in args:
+    if args and args[0] in ("run", "deploy") and "--" in args:
         # Split here and not by argparse, so that COMMAND is passed on untouched.
         cut = args.index("--")
         args, trainer = args[:cut], args[cut + 1 :]
     parser, commands = _parsers()
     parsed, extra = parser.parse_known_args(args)
     if extra:
-        _refuse(commands[parsed.command], extra)
+        _refuse(getattr(parsed, "leaf", commands[parsed.command]), extra)
     given = vars(parsed)
     match parsed.command:
         case "serve":
@@ -94,13 +94,17 @@ def _command(args: list[str], environ: Mapping[str, str]) -> int:
             return _run(args[1:], trainer, given, environ)
         case "demo":
             return _demo(parsed)
+        case "deploy":
+            return _deploy(parsed, trainer, environ)
+        case "doctor":
+            return _doctor(given, environ)
         case _:
             return _routers(parsed.check)
 
 
 def _refuse(parser: argparse.ArgumentParser, extra: list[str]) -> NoReturn:
     if "--" in extra:
-        parser.error("only `rollmux run` takes a command after --")
+        parser.error("only `rollmux run` and `deploy hf up` take a command after --")
     word = next((w for w in extra if w.startswith("-")), extra[0])
     if not word.startswith("-"):
         parser.error(f"{word!r} is not understood here; options start with --")
@@ -156,10 +160,32 @@ def _run(
     )
 
 
+def _deploy(
+    parsed: argparse.Namespace, command: list[str] | None, environ: Mapping[str, str]
+) -> int:
+    from deploy.hf_jobs.command import main as deploy
+
+    return deploy(parsed, command, environ)
+
+
 def _demo(parsed: argparse.Namespace) -> int:
     from benchmarks.demo import main as demo
 
     return demo(parsed)
+
+
+def _doctor(given: Mapping[str, object], environ: Mapping[str, str]) -> int:
+    loaded = _load(given, environ)
+    secrets = read_secrets(loaded.settings, environ)
+    from deploy import checkup
+
+    for note in loaded.notes:
+        checkup.to_stderr(note)
+    wanted = checkup.read_wanted(given)
+    ok = checkup.main(
+        loaded.settings, secrets, wanted, out=lambda line: print(line), progress=checkup.to_stderr
+    )
+    return FINE if ok else FAILURE
 
 
 def _routers(check: str | None) -> int:
@@ -231,6 +257,47 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     demo.add_argument(
         "--json", action="store_true", help="end with JSON instead of a table (default: off)"
     )
+    doctor = command(
+        "doctor",
+        "check a fleet before money is spent, one line a check",
+        f"Exits with 1 if a check fails.\nWhat each means is in docs/doctor.md.{OPTIONS_HELP}",
+    )
+    doctor.add_argument(
+        "--staleness",
+        metavar="N",
+        type=_positive(int, zero=True),
+        default=4,
+        help="the trainer's max_staleness (default: %(default)d, as TRL's)",
+    )
+    doctor.add_argument(
+        "--rank",
+        metavar="N",
+        type=_positive(int),
+        default=None,
+        help="rank of the adapters that will be trained (default: none, it is not checked)",
+    )
+    doctor.add_argument(
+        "--beacon",
+        metavar="DIR",
+        default=None,
+        help="measure how long after it is written in this folder, where the trainer writes its "
+        "adapters, each replica can load one (default: none, it is not measured)",
+    )
+    doctor.add_argument(
+        "--hold-reply-s",
+        metavar="SECONDS",
+        type=_positive(float),
+        default=None,
+        help="hold one reply of each idle replica back for so long, and see whether it comes "
+        "whole; pauses them meanwhile (default: none, it is not measured)",
+    )
+    doctor.add_argument(
+        "--json", action="store_true", help="print one JSON object instead (default: off)"
+    )
+    _add_settings(doctor, inherited_socket=False)
+    from deploy.hf_jobs.command import add_arguments
+
+    add_arguments(command("deploy", "put replicas and trainer on Hugging Face Jobs"))
     routers = command("routers", "list the routing policies installed, or check one")
     routers.add_argument(
         "--check",
@@ -240,11 +307,12 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     return parser, dict(commands.choices)
 
 
-def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+def _positive(kind: type[int] | type[float], *, zero: bool = False) -> Callable[[str], float]:
     def parse(text: str) -> float:
         value = kind(text)
-        if not 0 < value < 1_000_000:
-            raise argparse.ArgumentTypeError(f"{text} is out of range; give more than 0")
+        if not 0 <= value < 1_000_000 or (value == 0 and not zero):
+            least = "0 or more" if zero else "more than 0"
+            raise argparse.ArgumentTypeError(f"{text} is out of range; give {least}")
         return value
 
     parse.__name__ = "number"  # argparse's message: invalid number value: 'x'

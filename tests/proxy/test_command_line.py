@@ -44,11 +44,11 @@ def shown(capsys, *argv: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["serve", "run"])
+@pytest.mark.parametrize("command", ["serve", "run", "doctor"])
 def test_help_shows_every_option_with_default_and_unit(capsys, command):
     text = " ".join(shown(capsys, command, "--help").split())
     for info in options():
-        if info.field == "fd" and command == "run":
+        if info.field == "fd" and command != "serve":
             assert "--fd" not in text
             continue
         assert info.flag in text
@@ -64,15 +64,15 @@ def test_help_of_the_other_commands_shows_defaults(capsys, command):
 
 
 def test_help_is_plain_ascii_for_a_plain_terminal(capsys):
-    for argv in (["--help"], ["serve", "--help"], ["run", "--help"], ["demo", "--help"]):
-        assert shown(capsys, *argv).isascii()
+    for command in ([], ["serve"], ["run"], ["demo"], ["doctor"]):
+        assert shown(capsys, *command, "--help").isascii()
 
 
 def test_help_lists_no_command_that_is_not_there(capsys):
     text = shown(capsys, "--help")
     assert "serve" in text
+    assert "doctor" in text
     assert "replay" not in text
-    assert "doctor" not in text
 
 
 def test_version_is_that_of_the_project(capsys):
@@ -103,6 +103,10 @@ def test_version_is_that_of_the_project(capsys):
         (["run", "--fd", "3", "--", "true"], "unknown option --fd"),
         (["demo", "--seconds", "soon"], "--seconds"),
         (["demo", "--replicas", "0"], "--replicas"),
+        (["doctor"], "no replica is configured"),
+        (["doctor", "--replica", "http://a", "--staleness", "0.5"], "--staleness"),
+        (["doctor", "--replica", "http://a", "--beacon", "/no/such"], "--beacon: /no/such"),
+        (["doctor", "--replica", "http://a", "--hold-reply-s", "0"], "--hold-reply-s"),
     ],
 )
 def test_bad_usage_is_one_line_with_the_fix(capsys, argv, told):
@@ -138,6 +142,7 @@ def test_trainers_command_is_passed_on_untouched_and_so_are_the_daemons_options(
         "drain_s": 3,
         "take_over": True,
         "api_key": "k",
+        "own_state_file": True,
     }
 
 
