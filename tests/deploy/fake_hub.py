@@ -46,6 +46,8 @@ class Job:
     process: subprocess.Popen[str] | None = None
     url: str | None = None
     """Where its exposed port is."""
+    health: int = 200
+    """What ``/health`` of a Job answers that is no process."""
 
     @property
     def labels(self) -> dict[str, str]:
@@ -101,6 +103,9 @@ class FakeHub:
         self.cut_replies: list[str] = []
         """Calls, as METHOD PATH, that are carried out and whose reply is lost."""
         self.on_call: Callable[[str], None] = lambda call: None
+        """Called before each call is carried out, on its thread."""
+        self.folder: Path | None = None
+        """Where every bucket is mounted: its files are those of the bucket."""
         self._run_job = run_job or self._just_runs
         self._numbers = itertools.count(0xABC)
         self._lock = threading.RLock()
@@ -214,7 +219,8 @@ class FakeHub:
         with self._changed:
             job = Job(f"{next(self._numbers):024x}", spec)
             if spec.get("expose"):
-                job.url = f"https://{job.id}--8000.hf.jobs"
+                # As https://{id}--8000.hf.jobs: an edge that wants a token.
+                job.url = f"{self.url}/edge/{job.id}"
             self.jobs.append(job)
             self._run_job(job)
             self._changed.notify_all()
@@ -274,6 +280,8 @@ class _Handler(BaseHTTPRequestHandler):
         at = urlsplit(self.path)
         raw = self.rfile.read(int(self.headers.get("content-length", 0)))
         call = f"{method} {at.path}"
+        if at.path.startswith("/edge/"):
+            return self._edge(at.path)
         hub.called(call)
         if hub.failures > 0:
             hub.failures -= 1
@@ -290,6 +298,16 @@ class _Handler(BaseHTTPRequestHandler):
         if answer is None:
             return self._json(404, {"error": "Not Found"})
         return self._json(*answer)
+
+    def _edge(self, path: str) -> None:
+        """An exposed port of a Job that is no process."""
+        job = self.hub.find(path.split("/")[2])
+        if self.headers.get("authorization") != f"Bearer {TOKEN}":
+            self._json(401, {})
+        elif job is None or job.stage != "RUNNING":
+            self._json(404, {})
+        else:
+            self._json(job.health, {})
 
     def _answer(
         self, call: str, parts: list[str], query: dict[str, list[str]], body: Any
@@ -319,7 +337,7 @@ class _Handler(BaseHTTPRequestHandler):
                 url = {"url": f"{hub.url}/buckets/{id}"}
                 if id in hub.buckets:
                     return 409, url | {"error": "exists"}
-                hub.buckets[id] = {"private": body.get("visibility") == "private", "files": {}}
+                hub.buckets[id] = {"private": body.get("visibility") == "private"}
                 return 200, url
             case "GET", ["api", "buckets", ns, name] if f"{ns}/{name}" in hub.buckets:
                 bucket = hub.buckets[f"{ns}/{name}"]
@@ -328,16 +346,15 @@ class _Handler(BaseHTTPRequestHandler):
                     "private": bucket["private"],
                     "createdAt": "2026-11-30T18:00:00.000Z",
                     "size": 0,
-                    "totalFiles": len(bucket["files"]),
+                    "totalFiles": 0,
                 }
             case "POST", ["api", "buckets", ns, name, "paths-info"] if (
                 f"{ns}/{name}" in hub.buckets
             ):
-                files = hub.buckets[f"{ns}/{name}"]["files"]
                 return 200, [
-                    {"type": "file", "path": path, "size": files[path]}
+                    {"type": "file", "path": path, "size": (hub.folder / path).stat().st_size}
                     for path in body["paths"]
-                    if path in files
+                    if hub.folder and (hub.folder / path).is_file()
                 ]
         return None
 
