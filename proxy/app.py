@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from broadcast.answer import Answer
 from broadcast.joins import Joined
+from proxy import page
 from proxy.client import Client, ClientGone
 from proxy.control import Control
 from proxy.errors import NotSupported, ProxyError, Unauthorized, UnknownRoute, error_body
@@ -38,6 +39,8 @@ FORWARDED = {
     "/openapi.json": ["GET"],
 }
 """Any ready replica can answer these."""
+OPEN = frozenset(("/proxy/live", "/proxy", page.PATH))
+"""Served without the key: they tell nothing. The page asks for it and reads the status with it."""
 POLLED = frozenset(("/health", "/ping", "/proxy/ready"))
 """Asked again and again while the fleet starts: the log tells of each replica once instead."""
 NO_STATE_HERE = (
@@ -62,7 +65,7 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        if self._key and scope["path"] != "/proxy/live" and not self._may(scope):
+        if self._key and scope["path"] not in OPEN and not self._may(scope):
             await Client(receive, send).answer(Unauthorized())
             return
         if scope["path"] in ROUTED and scope["method"] == "POST":
@@ -138,8 +141,11 @@ def rest(control: Control, status: Status, *, body_timeout_s: float) -> Starlett
     async def ready(request: Request) -> Response:
         return _response(control.health())
 
-    async def page(request: Request) -> Response:
+    async def status_text(request: Request) -> Response:
         return Response(status.as_text(), media_type="text/plain; charset=utf-8")
+
+    async def live_page(request: Request) -> Response:
+        return Response(page.HTML, headers=page.HEADERS)
 
     async def clean(request: Request) -> Response:
         return _response(await control.clean(await body_of(request)))
@@ -171,9 +177,10 @@ def rest(control: Control, status: Status, *, body_timeout_s: float) -> Starlett
         Route("/ping", health, methods=["GET", "POST"]),
         Route("/metrics", metrics, methods=["GET"]),
         Route("/proxy/status", proxy_status, methods=["GET"]),
+        Route("/proxy/status.txt", status_text, methods=["GET"]),
         Route("/proxy/live", live, methods=["GET"]),
         Route("/proxy/ready", ready, methods=["GET"]),
-        Route("/proxy/", page, methods=["GET"]),
+        Route(page.PATH, live_page, methods=["GET"]),
         Route("/proxy", lambda _: RedirectResponse("/proxy/"), methods=["GET"]),
         Route("/proxy/clean", clean, methods=["POST"]),
         Route("/proxy/release", release, methods=["POST"]),

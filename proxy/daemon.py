@@ -25,6 +25,7 @@ from proxy.calls import Calls
 from proxy.control import Control
 from proxy.fanout import Fanout
 from proxy.generation import Generations
+from proxy.hints import Hints
 from proxy.hub_jobs import HubJobs
 from proxy.journal import Journal
 from proxy.metrics import Metrics
@@ -170,16 +171,21 @@ class Daemon:
         )
         self.sources = Sources(self.replicas, self.probes.watch)
         self._hub_jobs = _hub_jobs(settings, secrets)
+        generations = Generations(
+            self.replicas,
+            hold_s=settings.hold_s,
+            body_timeout_s=settings.body_timeout_s,
+            # A client's own credentials go on to a replica only where we have none to guard.
+            keep_authorization=secrets.api_key is None and not self.bearer,
+            on_record=self.status.on_record,
+            tasks=self.tasks,
+        )
+        self.status.held = lambda: generations.held
+        self.hints = Hints(
+            self.replicas, self.calls, pause, self.status, self.metrics, probe_s=settings.probe_s
+        )
         self.app = App(
-            Generations(
-                self.replicas,
-                hold_s=settings.hold_s,
-                body_timeout_s=settings.body_timeout_s,
-                # A client's own credentials go on to a replica only where we have none to guard.
-                keep_authorization=secrets.api_key is None and not self.bearer,
-                on_record=self.status.on_record,
-                tasks=self.tasks,
-            ),
+            generations,
             rest(self.control, self.status, body_timeout_s=settings.body_timeout_s),
             secrets.api_key,
         )
@@ -216,6 +222,8 @@ class Daemon:
             follow = self.sources.follow_hub(self._hub_jobs, self.bearer)
             self.tasks.start(follow, "replicas of the Hub")
         self.probes.watch_fleet()
+        self.tasks.start(self.hints.watch(), "hints")
+        self.tasks.start(self.hints.read_engines(), "engine loads")
         self.tasks.start(self.publishing.sweep(), "retired adapters")
         self.serving = self.tasks.start(self._server.serve(sockets=[listener]), "server")
 
@@ -236,6 +244,7 @@ class Daemon:
         except TimeoutError:
             log.error("replicas may be left paused: they did not answer a resume in time")
         await self.probes.close(LOOK_S)
+        await self.hints.close(LOOK_S)
         await self.tasks.close()
         self.replicas.close()
         await self.calls.close()

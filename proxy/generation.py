@@ -106,6 +106,8 @@ class Generations:
             NOT_FORWARDED - {b"authorization"} if keep_authorization else NOT_FORWARDED
         )
         self._on_record = on_record
+        self.held = 0
+        """Generations that wait for a replica."""
         self._tasks = tasks
         # Bounded by replicas times the few words for a cause.
         self._quiet_until_s: dict[tuple[str, str], float] = {}
@@ -245,7 +247,11 @@ class Generations:
                     f"{self._hold_s:g} s: {replicas.missing()}",
                     5,
                 )
-            await replicas.changed(deadline_s - loop.time())
+            self.held += 1
+            try:
+                await replicas.changed(deadline_s - loop.time())
+            finally:
+                self.held -= 1
 
     @asynccontextmanager
     async def _alone(

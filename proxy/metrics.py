@@ -86,6 +86,8 @@ class Metrics:
         self.pauses_elided = counter(
             "pauses_elided_total", "Pauses acknowledged without stopping a replica."
         )
+        self.requests_held = gauge("requests_held", "Rollouts that wait for a ready replica.")
+        self.bottleneck = gauge("bottleneck", "1 for what holds the run back.", "cause")
         self.prefix_blocks = gauge("prefix_blocks", "Blocks in the router's table.")
         self.disconnects = counter(
             "client_disconnects_total", "Clients that went away, by phase.", "phase"

@@ -37,7 +37,7 @@ from proxy.metrics import Metrics
 from proxy.pushing import Pushing
 from proxy.rejoin import LoraLimits
 from proxy.replicas import Replicas
-from proxy.status import Status
+from proxy.status import Status, Underway
 from routing.ids import AdapterName, ReplicaId
 
 log = logging.getLogger("rollmux")
@@ -149,6 +149,10 @@ class Publishing:
 
     async def publish(self, call: LoadCall) -> PublicationResult:
         """One whole publication, with what it does to ledger, fleet and metrics."""
+        with self._status.publishing(call.name) as underway:
+            return await self._publish(call, underway)
+
+    async def _publish(self, call: LoadCall, underway: Underway) -> PublicationResult:
         replicas, fleet, ledger = self._replicas, self._replicas.fleet, self._replicas.ledger
         known = ledger.get(call.name)
         started_s = replicas.now_s()
@@ -162,10 +166,13 @@ class Publishing:
             fleet.close(call.name)
             replicas.router.forget_adapter(call.name)
             replicas.notify()
+            underway.phase = "waiting for requests of the name before it"
             await self._until_unused(call.name)
+        underway.phase = "waiting for a slot"
         await self._until_slot(call.name)
         targets = fleet.routable()
         if self._gate is not None and not self._pushing.takes_all([r.id for r in targets]):
+            underway.phase = "waiting for the bucket"
             files = await asyncio.to_thread(_file_names, Path(found.path))
             await self._gate.wait(Path(found.path), files)
             targets = fleet.routable()
@@ -178,6 +185,12 @@ class Publishing:
         self._notices = asyncio.Queue()
         self._attempted = set()
         now_s = replicas.now_s()
+        underway.phase = "loading"
+
+        def on_attempt(replica: ReplicaId, outcome: LoadOutcome, seconds: float) -> None:
+            underway.attempted(replica, outcome)
+            self._on_attempt(replica, outcome, seconds)
+
         try:
             result = await publish(
                 begin(
@@ -200,7 +213,7 @@ class Publishing:
                 timeouts=self._timeouts,
                 fields=call.fields,
                 deliver=lambda r: self._pushing.deliver(r, found.copy, found.path),
-                on_attempt=self._on_attempt,
+                on_attempt=on_attempt,
                 on_drop=self._on_drop,
             )
         finally:

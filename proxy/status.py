@@ -1,17 +1,24 @@
-"""What the daemon tells of itself: ``/proxy/status``, ``/proxy/`` and ``/metrics``."""
+"""What the daemon tells of itself: ``/proxy/status``, the same as text, and ``/metrics``."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
+from broadcast.answers import LoadOutcome
 from broadcast.pause import Pause
 from broadcast.publication import PublicationResult
+from proxy.bottleneck import UNKNOWN, Hint
+from proxy.engine_load import EngineLoad
 from proxy.metrics import Metrics
 from proxy.record import RequestRecord
 from proxy.replicas import Replicas
+from routing.ids import ReplicaId
 
 log = logging.getLogger("rollmux")
 
@@ -23,8 +30,27 @@ HINT_EVERY_S = 60.0
 """Between two hints: a whole batch may give up at once."""
 
 
+@dataclass(slots=True)
+class Underway:
+    """A publication that has not ended, for people to look at."""
+
+    name: str
+    started_s: float
+    phase: str = "checking the files"
+    attempts: Counter[ReplicaId] = field(default_factory=Counter)
+    loaded: list[ReplicaId] = field(default_factory=list)
+
+    def attempted(self, replica: ReplicaId, outcome: LoadOutcome) -> None:
+        self.attempts[replica] += 1
+        if outcome is LoadOutcome.LOADED and replica not in self.loaded:
+            self.loaded.append(replica)
+
+
 class Status:
     """Reads the daemon's state and keeps the few counts that nothing else keeps."""
+
+    hint: Hint = UNKNOWN
+    """Kept up to date by ``hints.Hints``, as are the queues of ready replicas that tell them."""
 
     def __init__(self, replicas: Replicas, pause: Pause, metrics: Metrics, version: str) -> None:
         self._replicas = replicas
@@ -35,6 +61,10 @@ class Status:
         self._routed: Counter[str] = Counter()
         self._hinted_s = -HINT_EVERY_S
         self._publications: deque[dict[str, Any]] = deque(maxlen=KEPT_PUBLICATIONS)
+        self._underway: list[Underway] = []
+        self.engine_loads: dict[ReplicaId, EngineLoad] = {}
+        self.held: Callable[[], int] = lambda: 0
+        """How many rollouts wait for a replica; the data plane knows."""
 
     # Sinks
 
@@ -69,6 +99,16 @@ class Status:
                 age_s,
             )
 
+    @contextmanager
+    def publishing(self, name: str) -> Iterator[Underway]:
+        """Around one publication; its phase is for the caller to keep up to date."""
+        underway = Underway(name, time.monotonic())
+        self._underway.append(underway)
+        try:
+            yield underway
+        finally:
+            self._underway.remove(underway)
+
     def on_publication(self, result: PublicationResult) -> None:
         """One publication has ended."""
         self._publications.append(
@@ -76,6 +116,8 @@ class Status:
                 "name": result.name,
                 "outcome": result.outcome,
                 "seconds": round(result.seconds, 3),
+                "ended_s": self._uptime_s(),
+                "visible_s": {r: round(s, 3) for r, s in result.visible_s.items()},
                 "attempts": dict(result.attempts),
                 "dropped": list(result.dropped),
                 "message": result.message,
@@ -86,10 +128,25 @@ class Status:
 
     # Readers
 
+    def is_publishing(self) -> bool:
+        return bool(self._underway)
+
+    def routed(self) -> tuple[int, int | None]:
+        """Rollouts routed so far, and of them by affinity; None where the policy has no such word.
+
+        A policy of its own words may use none of ours.
+        """
+        known = any(self._routed[word] for word in _WORDS)
+        return self._routed.total(), self._routed["affinity"] if known else None
+
+    def _uptime_s(self) -> float:
+        return round(time.monotonic() - self._started_s, 1)
+
     def metrics_page(self) -> bytes:
         metrics, ledger = self._metrics, self._replicas.ledger
         metrics.adapters_live.set(len(ledger.live))
         metrics.paused.set(self._pause.paused)
+        metrics.requests_held.set(self.held())
         metrics.prefix_blocks.set(self._replicas.router.tracked_blocks)
         if ledger.latest is not None:
             metrics.policy_version.set(ledger.policy_version)
@@ -102,10 +159,17 @@ class Status:
         routed = self._routed
         return {
             "version": self._version,
-            "uptime_s": round(time.monotonic() - self._started_s, 1),
+            "uptime_s": self._uptime_s(),
             "healthy": replicas.fleet.healthy(replicas.now_s()),
             "rebuilding": replicas.rebuilding,
             "paused": self._pause.paused,
+            "stopped": self._pause.real,
+            "held": self.held(),
+            "hint": {
+                "code": self.hint.code,
+                "text": self.hint.text,
+                "remarks": [{"code": r.code, "text": r.text} for r in self.hint.remarks],
+            },
             "policy": {
                 "latest": ledger.latest.name if ledger.latest else None,
                 "live": list(ledger.live_names()),
@@ -127,6 +191,8 @@ class Status:
                     "state": r.state.value,
                     "inflight": r.inflight,
                     "routed": r.routed,
+                    "running": load.running if (load := self.engine_loads.get(r.id)) else None,
+                    "waiting": load.waiting if load else None,
                     "adapters": list(r.adapters),
                     "base_models": list(r.base_models),
                     "paused": r.paused,
@@ -136,6 +202,16 @@ class Status:
                 for r in replicas.fleet
             ],
             "missing": list(replicas.fleet.missing()),
+            "publishing": [
+                {
+                    "name": u.name,
+                    "phase": u.phase,
+                    "seconds": round(time.monotonic() - u.started_s, 3),
+                    "attempts": dict(u.attempts),
+                    "loaded": list(u.loaded),
+                }
+                for u in self._underway
+            ],
             "publications": list(self._publications),
         }
 
@@ -151,6 +227,7 @@ class Status:
             f"live: {', '.join(data['policy']['live']) or 'none'}",
             f"router {router['name']}: {router['routed']} routed, {router['affinity']} affinity, "
             f"{router['spilled']} spilled, {router['unmatched']} unmatched",
+            *(r["text"] for r in (data["hint"], *data["hint"]["remarks"])),
             "",
         ]
         lines += [
