@@ -74,6 +74,7 @@ class SimulatedReplica:
         folder: LaggingFolder | None = None,
         push_key: str | None = None,
         push_root: Path | str = DEFAULT_ROOT,
+        push_max_mb: int = 2048,
         **overrides: Any,
     ) -> None:
         """``overrides`` are fields of ReplicaConfig or EngineConfig, for short calls in tests.
@@ -97,7 +98,9 @@ class SimulatedReplica:
             uncancelled=_UNCANCELLED,
         )
         self._server.die = self.die
-        self._push_settings = PushSettings(push_key, Path(push_root)) if push_key else None
+        self._push_settings = (
+            PushSettings(push_key, Path(push_root), push_max_mb) if push_key else None
+        )
         self._push: PushEndpoint | None = None
         self._boot()
 

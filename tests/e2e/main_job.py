@@ -86,10 +86,13 @@ def run_job(
     port: int | None = None,
     planted: Rewrite | None = None,
     out: Path | None = None,
+    options: Sequence[str] = (),
+    secrets: Mapping[str, str] | None = None,
 ) -> Run:
     """Run the job once. `planted` falsifies what the second replica is asked.
 
-    `out` is the trainer's output directory, `directory`/out unless told.
+    `out` is the trainer's output directory, `directory`/out unless told; `options` and `secrets`
+    are the daemon's.
     """
     run = Run(daemon_port=port or free_port(), output_dir=out or directory / "out")
     before = {url: preemptions(url) for url in replicas}
@@ -109,7 +112,16 @@ def run_job(
             second = stack.enter_context(tapped(second, rewrite=planted)).url
         urls = replicas[0], second
         stack.enter_context(
-            job_running(parts, urls, directory, run, trainer, before_answer=note_publication)
+            job_running(
+                parts,
+                urls,
+                directory,
+                run,
+                trainer,
+                before_answer=note_publication,
+                options=options,
+                secrets=secrets,
+            )
         )
     run.preemptions = {url: preemptions(url) - before[url] for url in replicas}
     return run
@@ -125,11 +137,12 @@ def job_running(
     *,
     before_answer: Callable[[Exchange], None],
     options: Sequence[str] = (),
+    secrets: Mapping[str, str] | None = None,
 ) -> Iterator[Process]:
     """The job, with a tap before the daemon. Leaving the block waits for its end.
 
     Fills in `run`: what the trainer saw from the start on, the rest at the end. `options` are those
-    of `rollmux serve`.
+    of `rollmux serve`, `secrets` are variables of its environment.
     """
     daemon = f"http://127.0.0.1:{run.daemon_port}"
     with tapped(daemon, before_answer=before_answer) as tap:
@@ -140,7 +153,8 @@ def job_running(
             *("--", *trainer(parts, tap.url, run.output_dir)),
         ]
         log = directory / "job.log"
-        with running("rollmux run", command, parts.child_environment(), log) as job:
+        environment = parts.child_environment(**(secrets or {}))
+        with running("rollmux run", command, environment, log) as job:
             yield job
             run.exit_code = job.wait(JOB_S)
             run.output = log.read_text(errors="replace")
