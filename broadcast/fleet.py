@@ -103,7 +103,7 @@ class Replica:
     cache_clears: int = 0
     """How many of the fleet's cache clears it is known to have seen."""
     excluded_reason: str = ""
-    """Why it must not come back in this run; empty if it may."""
+    """Why it must not come back as it is; empty if it may."""
     retry_at_s: float = 0.0
     """Not let back, and no catch-up begun, before then."""
     since_s: float = 0.0
@@ -113,6 +113,7 @@ class Replica:
     _paused_since_s: float = field(default=0.0, repr=False)
     _marked_at_s: float = field(default=0.0, repr=False)
     _weights_ok: bool = field(default=True, repr=False)
+    _excluded_for_good: bool = field(default=False, repr=False)
     _slow_probes: int = field(default=0, repr=False)
     _flaps: int = field(default=0, repr=False)
     _probing: bool = field(default=False, repr=False)
@@ -386,11 +387,14 @@ class Fleet:
         match r.state:
             case ReplicaState.DRAINING:
                 return NONE
-            case ReplicaState.DOWN | ReplicaState.JOINING:
+            case ReplicaState.DOWN:
+                if not r._excluded_for_good:
+                    r.excluded_reason = ""  # whoever was told the reason may have mended it
                 self._recognise(r, probe)
-                if r.state is ReplicaState.JOINING:
-                    return NONE
                 return self._move(r, ReplicaState.JOINING, r.error_code, "answers again", now_s)
+            case ReplicaState.JOINING:
+                self._recognise(r, probe)
+                return NONE
         code, detail = self._differs(r, probe)
         if code:
             if code == "restarted":
@@ -489,13 +493,22 @@ class Fleet:
             self._settle_exclusion(r)
         return self.change_committed(held_by, now_s)
 
-    def exclude(self, replica: ReplicaId, code: str, reason: str, now_s: float) -> Transitions:
-        """Out for the rest of the run: it cannot serve what the others serve."""
+    def exclude(
+        self,
+        replica: ReplicaId,
+        code: str,
+        reason: str,
+        now_s: float,
+        *,
+        for_good: bool = False,
+    ) -> Transitions:
+        """Out until it was down and is back, perhaps with other options; or for the whole run."""
         r = self._replicas.get(replica)
         if r is None or r.state is ReplicaState.DRAINING:
             return NONE
         out = self.must_rejoin(replica, code, reason, now_s)
         r.excluded_reason = reason[:DETAIL_CHARS]
+        r._excluded_for_good = for_good
         return out
 
     def must_rejoin(self, replica: ReplicaId, code: str, detail: str, now_s: float) -> Transitions:
@@ -662,7 +675,7 @@ class Fleet:
             r.identity = None
             r.cache_clears = 0
             r._weights_ok = not self.weights_changed
-            self._settle_exclusion(r)
+        self._settle_exclusion(r)
 
     def _settle_exclusion(self, r: Replica) -> None:
         if not r._weights_ok and not r.excluded_reason:

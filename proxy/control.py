@@ -26,9 +26,9 @@ from proxy.calls import Calls
 from proxy.errors import (
     BadRequest,
     FleetBusy,
+    FleetOutage,
     Forbidden,
     NoReadyReplica,
-    ProxyError,
     UpstreamLost,
 )
 from proxy.fanout import Answers, Fanout
@@ -129,6 +129,7 @@ class Control:
         self._journal = journal
         self._order = asyncio.Lock()
         self._loads: dict[tuple[str, str], asyncio.Task[Answer | Joined]] = {}
+        self._loading: set[asyncio.Task[Any]] = set()
         self._elided = 0
         self._pause_watch: asyncio.Task[None] | None = None
 
@@ -145,11 +146,19 @@ class Control:
                 work, f"load call {call.name}", awaited=True
             )
             task.add_done_callback(lambda _: self._loads.pop(key, None))
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not task.cancelled():
+                raise
+            raise FleetOutage(f"the load of {call.name} is given up: the run ends") from None
 
     async def _load_alone(self, call: LoadCall) -> Answer | Joined:
         async with self._publishing.alone(call.name):
-            return await self._in_order(self._load(call), f"load {call.name}")
+            load = self._start_in_order(self._load(call), f"load {call.name}")
+            self._loading.add(load)
+            load.add_done_callback(self._loading.discard)
+            return await asyncio.shield(load)
 
     async def _load(self, call: LoadCall) -> Answer | Joined:
         try:
@@ -164,7 +173,7 @@ class Control:
             if call.in_place:
                 await self._make_pause_real()
             result = await self._publish(call)
-        except ProxyError:
+        except Exception:  # a bug of ours, too, is a failed load to the trainer
             await self._abandon_pause()
             raise
         if not result.committed:
@@ -173,8 +182,12 @@ class Control:
             return _refusal(result.status, result.code, result.message)
         if call.in_place:
             self._weights_changed(result.loaded_on)
-        self._tasks.start(self._proving.prove(call.name), f"prove {call.name}")
+        self._prove(call.name)
         return Answer(200, result.message.encode())
+
+    def _prove(self, name: AdapterName) -> None:
+        """In a task of its own: nobody waits for it. Nothing while the replicas stand still."""
+        self._tasks.start(self._proving.prove(name), f"prove {name}")
 
     async def _publish(self, call: LoadCall) -> PublicationResult:
         """Publish; begin again when the fleet was lost under it, as long as an outage may last."""
@@ -221,7 +234,9 @@ class Control:
         fleet.expect_paused(None, self.replicas.now_s())
         targets = fleet.routable()
         answers = await self._post(targets, decision.target)
-        paused, failed, unknown = _sorted(answers)
+        # Who died of it, or under it, is out of rotation; its catch-up will pause it.
+        staying = {r.id for r in fleet.routable()}
+        paused, failed, unknown = _sorted({id: a for id, a in answers.items() if id in staying})
         now_s = self.replicas.now_s()
         fleet.set_paused(paused, True, now_s)
         undo = self._pause.pause_done(decision, paused, failed, unknown)
@@ -270,6 +285,8 @@ class Control:
         ready = self.replicas.fleet.routable()
         if left and not ready:
             raise UpstreamLost(f"resume failed on {', '.join(left)}: they may still be paused")
+        if (latest := self.replicas.ledger.latest) is not None:
+            self._prove(latest.name)  # its load came within the pause
         return RESUMED
 
     async def _make_pause_real(self) -> None:
@@ -410,7 +427,10 @@ class Control:
 
     async def clean(self, body: bytes) -> Answer | Joined:
         """Bring the fleet to the state of a new run, and mark it as this run's."""
-        data = orjson.loads(body) if body else {}
+        try:
+            data = orjson.loads(body) if body else {}
+        except orjson.JSONDecodeError as exc:
+            raise BadRequest(f"the body is not JSON: {exc}") from None
         run_id = data.get("run_id") if isinstance(data, dict) else None
         if run_id is not None and not isinstance(run_id, str):
             raise BadRequest("run_id must be text", param="run_id")
@@ -435,7 +455,11 @@ class Control:
                 ledger.retire(name, self.replicas.now_s())
                 ledger.forget(name)
                 self.replicas.fleet.close(name)
+        ledger.first_shapes = None  # of the run that begins now
         self.replicas.router.forget_all()
+        # Who was away is not clean, and carries no marker of this run.
+        now_s = self.replicas.now_s()
+        self.replicas.apply(self.replicas.fleet.change_committed([r.id for r in targets], now_s))
         self.replicas.notify()
         removed = sorted({name for found in names for name in found})
         log.info(
@@ -498,6 +522,8 @@ class Control:
     async def release(self) -> Answer:
         """The trainer is gone: nothing is left paused, by the last daemon of this run neither."""
         await self._rejoin.rebuilt()
+        for load in self._loading:  # it may take minutes yet, and who called it is gone
+            load.cancel()
         await self._in_order(self._abandon_pause(joining=True), "release")
         return Answer(200, b'{"released":true}', "application/json")
 
@@ -549,16 +575,21 @@ class Control:
 
     async def _in_order(self, work: Coroutine[Any, Any, T], name: str) -> T:
         """Run after what came before, to its end, whether or not the caller stays."""
+        return await asyncio.shield(self._start_in_order(work, name))
 
+    def _start_in_order(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         async def run() -> T:
-            async with self._order:
-                try:
-                    return await work
-                finally:
-                    self._watch_pause()
-                    await self._save()
+            try:
+                async with self._order:
+                    try:
+                        return await work
+                    finally:
+                        self._watch_pause()
+                        await self._save()
+            finally:
+                work.close()  # where it was cancelled before its turn came
 
-        return await asyncio.shield(self._tasks.start(run(), name, awaited=True))
+        return self._tasks.start(run(), name, awaited=True)
 
     def _watch_pause(self) -> None:
         """After each call: tell of a pause that nobody ends."""

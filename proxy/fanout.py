@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
-from broadcast.answer import Answer, NoAnswer
+from broadcast.answer import Answer, Cause, NoAnswer
 from broadcast.answers import words
 from broadcast.fleet import Replica
 from proxy.calls import Calls
@@ -76,6 +76,8 @@ class Fanout:
         replicas = self._replicas
         now_s = replicas.now_s()
         if isinstance(answer, NoAnswer):
+            if answer.cause is Cause.TIMEOUT:
+                return  # busy or standing still: probes tell, and who missed a change must rejoin
             lost = (
                 replicas.fleet.connection_refused
                 if answer.never_received

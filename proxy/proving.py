@@ -67,9 +67,10 @@ class Proving:
                 log.error("%s does not stand for the same weights: %s", name, verdict.words)
                 for id in verdict.base_only:
                     why = f"serves the base model under {name}"
-                    replicas.apply(
-                        replicas.fleet.exclude(id, "wrong_weights", why, replicas.now_s())
+                    moved = replicas.fleet.exclude(
+                        id, "wrong_weights", why, replicas.now_s(), for_good=True
                     )
+                    replicas.apply(moved)
         return verdict
 
     async def _ask(self, holders: Sequence[Replica], model: str) -> dict[ReplicaId, LogProbs]:

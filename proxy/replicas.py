@@ -265,7 +265,7 @@ class Replicas:
         """vLLM says its engine is dead: all that is in flight there was so at that death."""
         if epoch in (None, replica.epoch) and replica.state is not ReplicaState.DOWN:
             lost = [digest for _, digest in self._just_lost(replica.id)]
-            running = [_digest(body) for body in self._bodies[replica.id].values()]
+            running = [_digest(body) for body in self._bodies.get(replica.id, {}).values()]
             self._suspects.in_flight_at_death(lost + running)
         self.apply(self.fleet.engine_dead(replica.id, detail, self.now_s(), epoch))
 

@@ -511,6 +511,28 @@ def test_an_excluded_replica_stays_out_and_says_why():
     assert "float16" in fleet.missing()[0]
 
 
+def test_an_excluded_replica_is_looked_at_anew_once_it_was_down():
+    """It may have been started with other options; nothing else would ever let it back."""
+    fleet, (a, b) = ready(2)
+    fleet.exclude(a.id, "model_differs", "serves another model", 1.0)
+    fleet.exclude(b.id, "wrong_weights", "serves the base model", 1.0, for_good=True)
+    for r in (a, b):
+        fleet.connection_refused(r.id, "", 2.0)
+        assert r.state is ReplicaState.DOWN
+        fleet.probe_ok(r.id, probe(3.0, identity="default"), 3.0)
+    assert fleet.to_catch_up(1e6) == (a,)
+    assert fleet.missing()[1].endswith("serves the base model")
+
+
+def test_who_missed_an_in_place_change_stays_out_after_it_was_down_too():
+    fleet, (a, b) = ready(2)
+    fleet.connection_lost(a.id, "", LONG_S)
+    fleet.weights_changed_in_place([b.id], LONG_S)
+    fleet.engine_dead(a.id, "", LONG_S)
+    fleet.probe_ok(a.id, probe(LONG_S + 1), LONG_S + 1)
+    assert fleet.to_catch_up(1e6) == ()
+
+
 # Health
 
 

@@ -280,6 +280,45 @@ async def clean_refused_while_busy(running, busy):
         other.cancel()
 
 
+async def test_clean_makes_a_replica_that_was_away_rejoin(start, pair):
+    """It is neither clean nor marked, and a probe alone would take it back as it is."""
+    running = await start([r.url for r in pair])
+    replicas = running.daemon.replicas
+    pair[1].faults.add("/is_paused", hang=True)
+    replicas.apply(replicas.fleet.connection_lost("r1", "for a moment", replicas.now_s()))
+    assert (await running.client.post("/proxy/clean", json={"run_id": "abc"})).status_code == 200
+    assert [r.weight_version == "rollmux-abc" for r in pair] == [True, False]
+    assert (replicas.fleet["r1"].state, replicas.fleet["r1"].missed_change) == ("suspect", True)
+
+
+async def test_clean_forgets_the_tensor_shapes_of_the_run_before(start, pair, tmp_path):
+    running = await start([r.url for r in pair])
+    for rank in (4, 8):
+        path = write_adapter(tmp_path / str(rank), seed=rank, rank=rank)
+        body = {"lora_name": "trl-policy-v1", "lora_path": str(path)}
+        answer = await running.client.post("/v1/load_lora_adapter", json=body)
+        assert answer.status_code == 200, answer.text
+        await running.client.post("/proxy/clean", json={"run_id": f"of-rank-{rank}"})
+
+
+async def test_clean_refuses_a_body_that_is_not_json(start, pair):
+    running = await start([r.url for r in pair])
+    answer = await running.client.post("/proxy/clean", content=b"{nope")
+    assert answer.status_code == 400
+    assert answer.headers["x-rollmux-error"] == "bad_request"
+
+
+async def test_a_read_that_is_not_answered_in_time_takes_no_replica_out(start):
+    """A busy server answers late; whether it is well is for the probes to say."""
+    async with SimulatedReplica() as a:
+        running = await start([a.url], control_timeout_s=0.2)
+        states: list[str] = []
+        running.daemon.replicas.on_transition.append(lambda moved: states.append(moved.new))
+        a.faults.add("/get_world_size", hang=True)
+        assert (await running.client.get("/get_world_size")).status_code == 502
+        assert states == []
+
+
 async def test_release_leaves_nothing_paused(start, pair):
     running = await start([r.url for r in pair], pause="eager")
     await running.client.post("/pause?mode=keep")

@@ -150,3 +150,32 @@ async def test_a_replica_found_paused_is_resumed_before_it_is_ready(start, pair)
     running = await start([r.url for r in pair])
     assert standing(pair) == [False, False]
     assert (await running.complete("tiny", [1, 2, 3])).status_code == 200
+
+
+async def test_a_replica_that_dies_under_a_pause_does_not_fail_it(start, pair):
+    """It is out of rotation, and is paused before it is back; TRL dies of a failed pause."""
+    running = await start([r.url for r in pair], pause="eager")
+    pair[1].faults.add("/pause", reset=True, times=1)
+    assert (await running.client.post("/pause?mode=keep")).status_code == 200
+    await running.until_ready(2)
+    assert standing(pair) == [True, True]
+    assert (await running.client.post("/resume")).status_code == 200
+    assert standing(pair) == [False, False]
+
+
+async def test_a_release_does_not_wait_for_a_load_under_way(start, pair):
+    """Who called it is gone, and it may take minutes: the replicas would be left paused."""
+    running = await start([r.url for r in pair], pause="eager")
+    for replica in pair:
+        replica.faults.add("/v1/load_lora_adapter", hang=True)
+    await running.client.post("/pause?mode=keep")
+    body = {"lora_name": "trl-policy-v1", "lora_path": "/nowhere"}
+    load = running.client.post("/v1/load_lora_adapter", json=body)
+    late = running.client.post("/pause?mode=keep")
+    async with asyncio.TaskGroup() as group:
+        loading = group.create_task(load)
+        await running.until(lambda: all(r.calls("/v1/load_lora_adapter") for r in pair))
+        waiting = group.create_task(late)
+        assert (await running.client.post("/proxy/release")).status_code == 200
+    assert loading.result().status_code == 503
+    assert waiting.result().status_code == 200

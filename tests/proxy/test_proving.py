@@ -41,3 +41,24 @@ async def test_a_replica_that_serves_the_base_model_is_found_and_taken_out(start
         assert status["r1"]["error_code"] == "wrong_weights"
         answer = await running.complete("trl-policy-v1", [1])
         assert answer.headers["x-rollmux-replica"] == "r0"
+
+
+async def test_with_eager_pauses_the_proof_comes_after_the_resume(start, pair, tmp_path):
+    """The load falls into the pause, in which nothing is generated."""
+    running = await start([r.url for r in pair], pause="eager")
+    await running.client.post("/pause?mode=keep")
+    await publish(running, tmp_path)
+    await running.client.post("/resume")
+    await running.until(lambda: proofs(running, "agree") == 1)
+
+
+async def test_a_proof_that_is_not_answered_in_time_takes_no_replica_out(start, pair, tmp_path):
+    """In a queue full of long rollouts it may wait for minutes."""
+    running = await start([r.url for r in pair], control_timeout_s=0.2)
+    for replica in pair:
+        replica.faults.add("/v1/completions", hang=True)
+    states: list[str] = []
+    running.daemon.replicas.on_transition.append(lambda moved: states.append(moved.new))
+    await publish(running, tmp_path)
+    await running.until(lambda: proofs(running, "unclear") == 1)
+    assert states == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 
 import httpx
 
@@ -129,6 +130,21 @@ async def test_a_replica_of_another_model_stays_out_with_the_reason(start):
         out = next(r for r in (await running.status())["replicas"] if r["state"] != "ready")
         assert "start it with the same model" in out["last_error"]
         assert (await running.client.get("/health")).status_code == 503
+
+
+async def test_a_replica_of_another_model_is_back_once_it_was_started_with_the_right_one(start):
+    async with AsyncExitStack() as stack:
+        a = await stack.enter_async_context(SimulatedReplica())
+        running = await start([a.url])
+        other = await stack.enter_async_context(SimulatedReplica(model="other"))
+        running.daemon.control.add_replica(b'{"url":"%s"}' % other.url.encode())
+        fleet = running.daemon.replicas.fleet
+        await running.until(lambda: fleet["r1"].error_code == "model_differs")
+        port = other.port
+        await other.close()
+        await running.until(lambda: fleet["r1"].state == "down")
+        await stack.enter_async_context(SimulatedReplica(port=port))
+        await running.until_ready(2)
 
 
 async def test_a_server_without_development_endpoints_still_serves(start):
