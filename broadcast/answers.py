@@ -84,6 +84,9 @@ _HALF_PUBLISHED = re.compile(
 refusals that are for good ("LoRA rank 16 is greater than max_lora_rank 8.", "vLLM does not yet
 support DoRA."), and differ from them in the message alone."""
 
+MESSAGE_CHARS = 1 << 20
+"""How far an error's message is looked through. What is shown of it is ``words``, far shorter."""
+
 ENGINE_DEAD_TEXT = "EngineCore encountered an issue"
 """vLLM 0.27.1, EngineDeadError, sent as 500."""
 
@@ -94,7 +97,7 @@ def classify_load(answer: Answer | NoAnswer) -> LoadOutcome:
         # Refused, or never connected: not received. Reset or timed out: vLLM does not cancel a load
         # when its client hangs up (no with_cancellation on that route), so it may still happen.
         return LoadOutcome.NEVER_RECEIVED if answer.never_received else LoadOutcome.UNKNOWN
-    status, text = answer.status, words(answer)
+    status, text = answer.status, _message(answer)
     if _edge(answer):
         return LoadOutcome.NOT_VLLM
     if status == 200:  # text "Success: LoRA adapter 'x' added successfully.", no content type
@@ -119,7 +122,7 @@ def classify_unload(answer: Answer | NoAnswer) -> UnloadOutcome:
     """What the answer to ``POST /v1/unload_lora_adapter`` means."""
     if isinstance(answer, NoAnswer):
         return UnloadOutcome.NEVER_RECEIVED if answer.never_received else UnloadOutcome.UNKNOWN
-    status, text = answer.status, words(answer)
+    status, text = answer.status, _message(answer)
     if _edge(answer):
         return UnloadOutcome.NOT_VLLM
     if status == 200:  # "Success: LoRA adapter 'x' removed successfully."
@@ -196,6 +199,11 @@ def is_hopeless(answer: Answer | NoAnswer) -> bool:
         UnloadOutcome.NOT_VLLM,
         UnloadOutcome.ENDPOINT_MISSING,
     )
+
+
+def _message(answer: Answer) -> str:
+    """What decides what an error means: it may quote names and paths of any length first."""
+    return words(answer, MESSAGE_CHARS)
 
 
 def words(answer: Answer, limit: int = 2048) -> str:

@@ -18,7 +18,14 @@ from broadcast.joins import Joined
 from proxy import page
 from proxy.client import Client, ClientGone
 from proxy.control import Control
-from proxy.errors import NotSupported, ProxyError, Unauthorized, UnknownRoute, error_body
+from proxy.errors import (
+    HeadersTooLarge,
+    NotSupported,
+    ProxyError,
+    Unauthorized,
+    UnknownRoute,
+    error_body,
+)
 from proxy.generation import Generations
 from proxy.metrics import CONTENT_TYPE
 from proxy.status import Status
@@ -43,6 +50,9 @@ OPEN = frozenset(("/proxy/live", "/proxy", page.PATH))
 """Served without the key: they tell nothing. The page asks for it and reads the status with it."""
 POLLED = frozenset(("/health", "/ping", "/proxy/ready"))
 """Asked again and again while the fleet starts: the log tells of each replica once instead."""
+HEAD_LIMIT_BYTES = 256 * 1024
+"""Bound of a request's headers, the same as of a reply's (``upstream.HEAD_LIMIT_BYTES``). uvicorn
+has none for them; a request line over 64 kB it refuses itself, with a bare 400."""
 NO_STATE_HERE = (
     "{path} keeps state on one replica, and the next request may go to another. "
     "Use /v1/chat/completions."
@@ -64,6 +74,15 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
+            return
+        head_bytes = 0
+        for name, value in scope["headers"]:
+            head_bytes += len(name) + len(value)
+        if head_bytes > HEAD_LIMIT_BYTES:
+            log.warning(
+                "%s %.200s: %d bytes of headers", scope["method"], scope["path"], head_bytes
+            )
+            await Client(receive, send).answer(HeadersTooLarge(HEAD_LIMIT_BYTES))
             return
         if self._key and scope["path"] not in OPEN and not self._may(scope):
             await Client(receive, send).answer(Unauthorized())
@@ -254,4 +273,12 @@ async def _method_not_allowed(request: Request, exc: Exception) -> Response:
 
 
 async def _bug(request: Request, exc: Exception) -> Response:
-    return Response(status_code=500)
+    log.error("%s %s failed inside the daemon", request.method, request.url.path, exc_info=exc)
+    message = "rollmux failed inside; its log has the traceback"
+    error = {"message": message, "type": "InternalServerError", "param": None, "code": 500}
+    return Response(
+        orjson.dumps({"error": error}),
+        500,
+        headers={"x-rollmux-error": "bug"},
+        media_type="application/json",
+    )

@@ -71,6 +71,9 @@ class BodyTooLarge(ProxyError):
 class HeadersTooLarge(ProxyError):
     """The caller's fault: the headers are over the limit. Send fewer."""
 
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(f"the request's headers are larger than {limit_bytes} bytes together")
+
 
 class Unauthorized(ProxyError):
     """The caller's fault: no API key, or a wrong one. Send ``Authorization: Bearer KEY``."""

@@ -83,12 +83,20 @@ class LoadCall:
     """The other fields of its body, passed on as they are."""
 
 
+MAX_NAME_BYTES = 190
+"""The daemon's own copy is a folder ``<name>-<64 hex digits>``, and most file systems take 255."""
+
+
 def read_load(body: bytes) -> LoadCall:
     """Raises ``BadRequest`` in the words of vLLM 0.27.1 where it has some."""
     data = _object(body)
     name, path = data.get("lora_name"), data.get("lora_path")
     if not isinstance(name, str) or not isinstance(path, str) or not name or not path:
         raise BadRequest("Both 'lora_name' and 'lora_path' must be provided.", param="lora_name")
+    if len(name.encode("utf-8", "replace")) > MAX_NAME_BYTES:
+        raise BadRequest(f"'lora_name' is over {MAX_NAME_BYTES} bytes long", param="lora_name")
+    if "\0" in path:
+        raise BadRequest("'lora_path' is no path: it has a null byte", param="lora_path")
     # With load_inplace vLLM reads the adapter again at every step (0.27.1, lora/worker_manager.py);
     # unloading the name first, as a takeover does, gives the same weights without that.
     dropped = ("lora_name", "lora_path", "load_inplace")

@@ -44,6 +44,7 @@ LOADS = [
     (Answer(200, b"Success: LoRA adapter 'a1' added successfully."), L.LOADED),
     (vllm(404, "Loading lora x failed: No adapter found for /l/x", "NotFoundError"), L.NOT_VISIBLE),
     (vllm(404, "Loading lora x failed: No adapter found for <path>"), L.NOT_VISIBLE),
+    (vllm(404, f"Loading lora {'x' * 5000} failed: No adapter found for /l/x"), L.NOT_VISIBLE),
     (worker("/l/x doesn't contain tensors"), L.NOT_VISIBLE),
     (worker(DESERIALIZING + "header too small"), L.NOT_VISIBLE),
     (worker(DESERIALIZING + "incomplete metadata, file not fully covered"), L.NOT_VISIBLE),

@@ -51,6 +51,48 @@ async def test_a_64_mb_prompt_is_413_and_the_connection_goes_on(start):
         assert (await running.complete("tiny", [1])).status_code == 200
 
 
+async def test_headers_past_the_limit_are_431_and_named_in_the_log(start, caplog):
+    async with ScriptedReplica() as replica:
+        running = await start([replica.url])
+        for method, path in (("POST", PATH), ("GET", "/health")):
+            answer = await running.client.request(method, path, headers={"x-a": "y" * 300_000})
+            assert answer.status_code == 431
+            assert answer.headers["x-rollmux-error"] == "headers_too_large"
+            assert f"{method} {path}: 300" in caplog.text
+        assert not replica.generations
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        {"lora_name": "x" * 191, "lora_path": "/l/x"},
+        {"lora_name": "é" * 96, "lora_path": "/l/x"},
+        {"lora_name": "x", "lora_path": "/l/\0"},
+    ],
+)
+async def test_a_load_that_can_be_no_adapter_is_400_and_asks_no_replica(start, load):
+    async with SimulatedReplica() as replica:
+        running = await start([replica.url])
+        answer = await running.client.post("/v1/load_lora_adapter", json=load)
+        assert answer.status_code == 400
+        assert answer.headers["x-rollmux-error"] == "bad_request"
+        assert not replica.calls("/v1/load_lora_adapter")
+
+
+async def test_a_bug_of_the_daemon_is_in_its_log_and_said_in_vllms_shape(
+    start, caplog, monkeypatch
+):
+    async with SimulatedReplica() as replica:
+        running = await start([replica.url])
+        monkeypatch.setattr(running.daemon.status, "metrics_page", lambda: 1 / 0)
+        answer = await running.client.get("/metrics")
+        assert answer.status_code == 500
+        assert answer.headers["x-rollmux-error"] == "bug"
+        assert answer.json()["error"]["code"] == 500
+        assert "GET /metrics failed inside the daemon" in caplog.text
+        assert "ZeroDivisionError" in caplog.text
+
+
 async def test_a_body_at_the_limit_passes(start):
     async with ScriptedReplica() as replica:
         running = await start([replica.url])
