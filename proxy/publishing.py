@@ -83,8 +83,8 @@ class LoadCall:
     """The other fields of its body, passed on as they are."""
 
 
-MAX_NAME_BYTES = 190
-"""The daemon's own copy is a folder ``<name>-<64 hex digits>``, and most file systems take 255."""
+MAX_NAME_BYTES = 255
+"""Bound of what every answer and log line quotes; also what a file system takes for a name."""
 
 
 def read_load(body: bytes) -> LoadCall:

@@ -65,8 +65,8 @@ async def test_headers_past_the_limit_are_431_and_named_in_the_log(start, caplog
 @pytest.mark.parametrize(
     "load",
     [
-        {"lora_name": "x" * 191, "lora_path": "/l/x"},
-        {"lora_name": "é" * 96, "lora_path": "/l/x"},
+        {"lora_name": "x" * 256, "lora_path": "/l/x"},
+        {"lora_name": "é" * 128, "lora_path": "/l/x"},
         {"lora_name": "x", "lora_path": "/l/\0"},
     ],
 )
