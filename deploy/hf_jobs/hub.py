@@ -293,22 +293,20 @@ class Hub:
         seen: set[str] = set()
         for id in known:
             self.cancel(id)
-        empty = 0
-        while True:
+        for look in itertools.count():
             live = self.jobs(labels, live=True)
-            if not live:
-                empty += 1
-                if empty > (UNSURE_LOOKS if self.unsure else 0):
-                    return len(seen)
+            if not live and look >= (UNSURE_LOOKS if self.unsure else 0):
+                return len(seen)
+            if live and look and time.monotonic() > end_s:
+                left = ", ".join(job.id for job in live)
+                raise HubError(f"still not ended: {left}; look at {self._who.endpoint}/jobs")
             for job in sorted(live, key=lambda job: (job.labels or {}).get("role") != TRAINER):
                 if job.id not in seen:
                     self._say(f"cancelling {name_of(job)} ({job.id})")
                 seen.add(job.id)
                 self.cancel(job.id)
-            if time.monotonic() > end_s:
-                left = ", ".join(job.id for job in live) or "a Job whose start was not answered"
-                raise HubError(f"still not ended: {left}; look at {self._who.endpoint}/jobs")
             self._stop.sleep(poll_s)
+        raise AssertionError("the count has no end")
 
     def logs(self, id: str, *, follow: bool = False, tail: int | None = None) -> Iterable[str]:
         """Lines of a Job's log, until now or until its end."""

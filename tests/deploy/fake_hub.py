@@ -139,12 +139,19 @@ class FakeHub:
         with self._lock:
             return [j for j in self.jobs if j.live and role in ("", j.role)]
 
-    def until(self, holds: Callable[[], bool], what: str, limit_s: float = 60.0) -> None:
+    def told(self) -> dict[str, list[str]]:
+        """What to read when a test fails: the end of every Job's log."""
+        return {
+            f"{j.role} {j.labels.get('replica', '')} {j.stage} {j.message}": j.log[-15:]
+            for j in self.jobs
+        }
+
+    def until(self, holds: Callable[[], bool], limit_s: float = 60.0) -> None:
         """Wait for a state of the Hub; looked at whenever a Job or a call changes it."""
         end_s = time.monotonic() + limit_s
         with self._changed:
             while not holds():
-                assert time.monotonic() < end_s, f"not within {limit_s:g} s: {what}"
+                assert time.monotonic() < end_s, f"not within {limit_s:g} s: {self.told()}"
                 self._changed.wait(0.1)
 
     def end(self, job: Job, stage: str, message: str | None = None) -> None:
@@ -265,6 +272,8 @@ def _problem(spec: dict[str, Any], buckets: Mapping[str, Any]) -> str:
 class _Handler(BaseHTTPRequestHandler):
     hub: FakeHub
     protocol_version = "HTTP/1.1"
+    wbufsize = -1
+    """Head and body in one packet: in two, the second waits for the client's delayed ACK."""
 
     def log_message(self, *_: object) -> None:
         """Not to the test's output."""
