@@ -239,6 +239,7 @@ class Generations:
                 )
                 if decision is not None:
                     return replicas.fleet[decision.replica], decision
+            replicas.ledger.named(generation.model, loop.time())  # who waits for it needs it
             if replicas.reserves_one(generation.model):
                 deadline_s = loop.time() + self._hold_s
             elif loop.time() >= deadline_s:

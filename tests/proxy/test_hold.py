@@ -113,3 +113,19 @@ async def test_an_empty_fleet_has_not_forgotten_its_base_model(start):
         running.daemon.replicas.remove("r0")
         assert (await running.complete("tiny", [1])).status_code == 503
         assert (await running.complete("other", [1])).status_code == 404
+
+
+async def test_a_retired_name_that_is_waited_for_is_not_given_up(start, pair, tmp_path):
+    """The trainer sends a frozen name again and again: 404 for ninety times ends its run."""
+    write_adapter(tmp_path / "v1")
+    running = await start([r.url for r in pair], hold_s=0.1, retire_grace_s=60)
+    load = {"lora_name": "v1", "lora_path": str(tmp_path / "v1")}
+    assert (await running.client.post("/v1/load_lora_adapter", json=load)).status_code == 200
+    await running.client.post("/v1/unload_lora_adapter", json={"lora_name": "v1"})
+    for replica in pair:
+        replica.refuse()
+    await running.until_ready(0)
+    ledger, since_s = running.daemon.replicas.ledger, running.daemon.replicas.now_s()
+    assert ledger.retirable(since_s + 60, ()) == ("v1",)
+    assert (await running.complete("v1", [1])).status_code == 503
+    assert ledger.retirable(since_s + 60, ()) == ()
