@@ -1,9 +1,10 @@
 """A beacon: a tiny adapter, written to find out how long replicas take to see what is written.
 
-It is a real adapter without tensors: vLLM 0.27.1 loads it for any model (lora/lora_model.py,
-from_local_checkpoint, checks the modules of the tensors that are there) and nobody generates with
-it. It lies where the daemon puts its own copies, gets to a replica as they do, and is unloaded and
-deleted again, also when the doctor is interrupted.
+It is a whole adapter, of a module that no model has, so it fits all of them and changes none.
+(vLLM 0.27.1 looks at the last part of a module's name only, lora/lora_model.py,
+check_unexpected_modules; a file without tensors it does not load.) It lies where the daemon puts
+its own copies, gets to a replica as they do, and is unloaded and deleted again, also when the
+doctor is interrupted.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from proxy.calls import Calls
 from proxy.pushing import Pushing
 from routing.ids import ReplicaId
 
-RANK = 8
-"""Any vLLM with LoRA takes it but one started with ``--max-lora-rank 1`` (config/lora.py)."""
+RANK = 1  # no --max-lora-rank is too small for it
+MODULE = "base_model.model.rollmux_beacon.q_proj"
+READ = "expected target modules"
+"""In the refusal of a model without any ``q_proj``: it has read the file all the same."""
 GROWTH = 1.5
 """Of the wait between two looks, so that a mount that remembers a miss gets time to forget it."""
 UNLOAD_S = 10.0
@@ -88,7 +91,7 @@ class Beacon:
             outcome, text, pushed = await self._load(replica, copy)
             seconds = loop.time() - written_s
             # A load whose answer was lost may have been carried out: then the name is taken.
-            if outcome in (LoadOutcome.LOADED, LoadOutcome.ALREADY):
+            if outcome in (LoadOutcome.LOADED, LoadOutcome.ALREADY) or READ in text:
                 self.told[replica] = Sighting(seconds, looks, pushed)
                 return
             again = outcome in (
@@ -137,8 +140,22 @@ def write(folder: Path, name: str) -> own_copy.OwnCopy | own_copy.NoCopy:
         "bias": "none",
         "task_type": "CAUSAL_LM",
     }
+    size = 4 * RANK  # of either matrix: one column, or one row, of float32
+    header = {
+        f"{MODULE}.lora_A.weight": {
+            "dtype": "F32",
+            "shape": [RANK, 1],
+            "data_offsets": [0, size],
+        },
+        f"{MODULE}.lora_B.weight": {
+            "dtype": "F32",
+            "shape": [1, RANK],
+            "data_offsets": [size, 2 * size],
+        },
+    }
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)  # the format wants the tensors aligned
     with tempfile.TemporaryDirectory() as local:
         (Path(local) / CONFIG).write_text(json.dumps(config), "utf-8")
-        # A safetensors file without tensors: the length of the header, and the header.
-        (Path(local) / WEIGHTS).write_bytes(struct.pack("<Q", 2) + b"{}")
+        (Path(local) / WEIGHTS).write_bytes(struct.pack("<Q", len(head)) + head + bytes(2 * size))
         return own_copy.make(Path(local), name, inside=folder)

@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from deploy.beacon import Beacon
-from deploy.doctor import Finding, Fleet, Level, diagnose
+from deploy.doctor import Finding, Fleet, diagnose
 from deploy.examination import Examination
 from deploy.hold import Hold
+from deploy.reading import Level
 from deploy.symptoms import Asked, Symptoms
 from proxy.calls import Calls
 from proxy.daemon import bearer_of

@@ -1,26 +1,20 @@
-"""The doctor's verdicts: what is wrong with a fleet, and what mends it. Pure: symptoms in, findings
-out.
+"""The doctor's verdicts on a fleet, each with what mends it. Pure: symptoms in, findings out.
 
 Checks stand in the order in which they keep a run from starting. A replica that fails one of the
-first four (``BARRIERS``) is left out of the rest: nothing more is known of it. The first sentence
-of a check's docstring and what follows ``Fix:`` are its row in ``docs/doctor.md``.
+first four (``BARRIERS``) is left out of the rest: nothing more is known of it. A check's
+docstring, cut at ``Fix:``, is its row in ``docs/doctor.md``.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any
 
-from broadcast.answer import Answer, Cause, NoAnswer
-from broadcast.answers import UnloadOutcome, classify_unload, read_models, words
-from broadcast.joins import Facts, disagreements, facts
-from deploy.symptoms import BEACON_PREFIX, Asked, Held, Shown, Sighting, Symptoms, TokenUse
-from proxy.control import POLICY_PREFIX, requests_running
-from proxy.judge import Verdict, judge
+from broadcast.joins import disagreements
+from deploy.reading import BARRIERS, Ailment, Level, fail, read, warn
+from deploy.symptoms import BEACON_PREFIX, Asked, Held, Sighting, Symptoms, TokenUse
+from proxy.control import POLICY_PREFIX
 from proxy.rejoin import MARKER_PREFIX
 from proxy.upstream import IDLE_S
 from routing.ids import ReplicaId
@@ -36,17 +30,6 @@ SHOWN = 4
 """Replicas named in one line; the rest are counted."""
 
 
-class Level(StrEnum):
-    """How a check came out."""
-
-    OK = "OK"
-    WARN = "WARN"
-    """A run will start; look at it all the same."""
-    FAIL = "FAIL"
-    SKIP = "SKIP"
-    """Nobody could be asked, or nobody asked for it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One line: what was seen and what mends it. ``replicas`` are those it is about."""
@@ -58,46 +41,12 @@ class Finding:
     replicas: tuple[ReplicaId, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Ailment:
-    """What is wrong with one replica."""
-
-    level: Level
-    seen: str
-    fix: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """A replica's symptoms, read. Only ``barrier`` counts where it is not None."""
-
-    id: ReplicaId
-    url: str
-    barrier: tuple[str, Ailment] | None = None
-    """The check of ``BARRIERS`` that stopped us, and how."""
-    version: str = ""
-    base: tuple[str, ...] = ()
-    adapters: tuple[str, ...] = ()
-    dev_mode: bool = True
-    runtime_lora: bool = True
-    facts: Facts | None = None
-    """None where it does not tell."""
-    env: Mapping[str, Any] | None = None
-    """Its ``VLLM_*`` variables."""
-    instances: frozenset[str] = frozenset()
-    running: int = 0
-    marker: str = ""
-    paused: bool = False
-    asleep: bool = False
-    push: str | None = None
-
-
 class Fleet:
     """All readings, and the two kinds of replica that most checks are about."""
 
     def __init__(self, symptoms: Sequence[Symptoms], asked: Asked) -> None:
         self.asked = asked
-        self.all = tuple(_read(each) for each in symptoms)
+        self.all = tuple(read(each) for each in symptoms)
         self.open = tuple(r for r in self.all if r.barrier is None)
         """Those that answer as vLLM does."""
         self.facts = {r.id: r.facts for r in self.open if r.facts is not None}
@@ -144,152 +93,7 @@ def _check(name: str) -> Callable[[Check], Check]:
     return register
 
 
-# --- reading symptoms ---------------------------------------------------------------------------
-
-
-def _read(of: Symptoms) -> Reading:
-    barrier = _barrier(of)
-    if barrier is not None or of.looks is None:
-        return Reading(of.id, of.url, barrier)
-    looks = of.looks
-    models = read_models(looks.models)
-    assert models is not None  # else _barrier had something to say
-    infos = [info for shown in looks.infos if (info := _object(shown)) is not None]
-    told = [found for info in infos if (found := facts(info)) is not None]
-    marker = _object(looks.weights) or {}
-    env = infos[0].get("vllm_env") if infos else None
-    return Reading(
-        of.id,
-        of.url,
-        version=str((_object(of.version) or {}).get("version", "")),
-        base=tuple(models.base),
-        adapters=tuple(models.adapters),
-        dev_mode=not (isinstance(looks.paused, Answer) and looks.paused.status == 404),
-        runtime_lora=classify_unload(looks.unload) is not UnloadOutcome.ENDPOINT_MISSING,
-        facts=told[0] if told else None,
-        env=env if isinstance(env, dict) else None,
-        instances=frozenset(f.instance_id for f in told if f.instance_id),
-        running=_running(looks.metrics),
-        marker=str(marker.get("weight_version", "")),
-        paused=(_object(looks.paused) or {}).get("is_paused") is True,
-        asleep=(_object(looks.sleeping) or {}).get("is_sleeping") is True,
-        push=of.push,
-    )
-
-
-def _barrier(of: Symptoms) -> tuple[str, Ailment] | None:
-    """Why no more can be known of a replica: a check of ``BARRIERS``, and what is wrong."""
-    if isinstance(of.version, NoAnswer):
-        return _no_way(of.version, of.url)
-    looks = of.looks
-    assert looks is not None
-    if b"HTTPS port" in of.version.body:  # nginx, to plain HTTP on a TLS port
-        return "tls", _fail("it speaks TLS", f"write {of.url.replace('http:', 'https:', 1)}")
-    answers = [a for a in (of.version, looks.models, looks.paused) if isinstance(a, Answer)]
-    for answer in answers:
-        if judge(answer.status, answer.body) is Verdict.TOKEN_REJECTED:
-            return "token", _rejected(answer, of)
-    for path, shown in (("/v1/models", looks.models), ("/is_paused", looks.paused)):
-        if isinstance(shown, NoAnswer):
-            fix = "look at its log: its engine may stand still; restart it if it does not recover"
-            return "vllm", _fail(f"{path}: {shown.detail or shown.cause}", fix)
-    if any(judge(a.status, a.body) is Verdict.ENGINE_DEAD for a in answers):
-        return "vllm", _fail("its engine is dead", "look at its log and restart it")
-    if isinstance(looks.paused, Answer) and looks.paused.status >= 500:
-        seen = f"/is_paused: {looks.paused.status} {_short(looks.paused)}"
-        return "vllm", _fail(seen, "look at its log and restart it")
-    version = _object(of.version)
-    assert isinstance(looks.models, Answer)
-    for path, answer, fine in (
-        ("/version", of.version, version is not None and "version" in version),
-        ("/v1/models", looks.models, read_models(looks.models) is not None),
-    ):
-        if not fine:
-            if answer.status in (502, 503, 504):
-                fix = "wait until vLLM has started there: an edge answers in its place"
-            else:
-                fix = "give the URL of the vLLM server itself: scheme, host, port and base path"
-            return "vllm", _fail(f"{path} is not vLLM's: {answer.status} {_short(answer)}", fix)
-    return None
-
-
-def _no_way(shown: NoAnswer, url: str) -> tuple[str, Ailment]:
-    text = shown.detail or shown.cause.value
-    low = text.lower()
-    secure = url.startswith("https://")
-    if "mismatch" in low and "certificate" in low:
-        return "tls", _fail(text, "use the name that the certificate is for")
-    if "certificate" in low:
-        return "tls", _fail(text, "give the CA's PEM file with --ca-file PATH")
-    if secure and ("ssl" in low or "tls" in low):
-        return "tls", _fail(text, f"write {url.replace('https:', 'http:', 1)} if it has no TLS")
-    if not secure and shown.cause is Cause.RESET:
-        https = url.replace("http:", "https:", 1)
-        return "tls", _fail(f"it hangs up on plain HTTP ({text})", f"write {https} if it has TLS")
-    if "name" in low or "getaddrinfo" in low or "nodename" in low:
-        return "reachable", _fail(text, "check the host name, and that it resolves here")
-    if shown.cause is Cause.REFUSED:
-        fix = "start vLLM there with --host 0.0.0.0, and check the port"
-        return "reachable", _fail("connection refused", fix)
-    return "reachable", _fail(text, "check host, port and firewall, and whether it has started")
-
-
-def _rejected(answer: Answer, of: Symptoms) -> Ailment:
-    own = answer.body.replace(b" ", b"") == b'{"error":"Unauthorized"}'  # vLLM's --api-key
-    who = "vLLM's own --api-key" if own else "an edge in front of it"
-    seen = f"{answer.status} from {who}"
-    if of.token is TokenUse.HELD_BACK:
-        fix = (
-            "the token is kept from this URL: use https, or --token-over-http, and name the token "
-            "with --token-env (HF_TOKEN alone goes to https://*.hf.jobs only)"
-        )
-    elif of.token is TokenUse.NONE:
-        what = "that key" if own else "the token (on HF Jobs a Hugging Face token)"
-        fix = f"give {what} with --token-env NAME or --token-file PATH"
-    elif own:
-        fix = "give the key that vLLM was started with, with --token-env NAME"
-    else:
-        fix = "give another token: on HF Jobs one that may read the Job's namespace"
-    return _fail(f"{seen}; {_SENT[of.token]}", fix)
-
-
-_SENT = {
-    TokenUse.NONE: "no token was sent",
-    TokenUse.SENT: "the token was sent and rejected",
-    TokenUse.HELD_BACK: "the token was not sent",
-}
-
-
-def _object(shown: Shown) -> dict[str, Any] | None:
-    if isinstance(shown, NoAnswer) or not shown.ok:
-        return None
-    try:
-        value = json.loads(shown.body)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _running(page: Shown) -> int:
-    try:
-        return requests_running(page.body) if isinstance(page, Answer) and page.ok else 0
-    except ValueError:
-        return 0
-
-
-def _short(answer: Answer) -> str:
-    return " ".join(words(answer, 120).split()) or "(empty)"
-
-
 # --- making findings ----------------------------------------------------------------------------
-
-
-def _fail(seen: str, fix: str) -> Ailment:
-    return Ailment(Level.FAIL, seen, fix)
-
-
-def _warn(seen: str, fix: str) -> Ailment:
-    return Ailment(Level.WARN, seen, fix)
 
 
 def _finding(
@@ -344,8 +148,6 @@ def _equal(check: str, fleet: Fleet, name: str, level: Level, fix: str) -> Findi
 
 
 # --- checks, in the order of the report ---------------------------------------------------------
-
-BARRIERS = ("reachable", "tls", "token", "vllm")
 
 
 @_check("reachable")
@@ -403,7 +205,7 @@ def _distinct(fleet: Fleet) -> Finding:
     owners: dict[str, ReplicaId] = {}
     for r in fleet.open:
         if len(r.instances) > 1:
-            ailing[r.id] = _fail(
+            ailing[r.id] = fail(
                 f"{len(r.instances)} servers take turns behind this URL",
                 "give each server's own URL; for a balancer's or a service's name, "
                 "--replicas-dns HOST:PORT with a headless one",
@@ -411,7 +213,7 @@ def _distinct(fleet: Fleet) -> Finding:
         for instance in r.instances:
             first = owners.setdefault(instance, r.id)
             if first != r.id and r.id not in ailing:
-                ailing[r.id] = _fail(f"is the same server as {first}", "list each server once")
+                ailing[r.id] = fail(f"is the same server as {first}", "list each server once")
     return _finding("distinct", fleet, asked, ailing, f"{len(asked)} URLs, {len(asked)} servers")
 
 
@@ -425,9 +227,9 @@ def _dev_mode(fleet: Fleet) -> Finding:
     ailing = {}
     for r in fleet.open:
         if not r.dev_mode:
-            ailing[r.id] = _fail("no /is_paused: not in server dev mode", fix)
+            ailing[r.id] = fail("no /is_paused: not in server dev mode", fix)
         elif r.facts is None:
-            ailing[r.id] = _fail("/server_info does not tell its settings", fix)
+            ailing[r.id] = fail("/server_info does not tell its settings", fix)
     return _finding("dev_mode", fleet, [r.id for r in fleet.open], ailing, "on")
 
 
@@ -438,9 +240,7 @@ def _runtime_lora(fleet: Fleet) -> Finding:
     Fix: start vLLM with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.
     """
     fix = "start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-    ailing = {
-        r.id: _fail("no /v1/load_lora_adapter", fix) for r in fleet.open if not r.runtime_lora
-    }
+    ailing = {r.id: fail("no /v1/load_lora_adapter", fix) for r in fleet.open if not r.runtime_lora}
     return _finding("runtime_lora", fleet, [r.id for r in fleet.open], ailing, "on")
 
 
@@ -451,7 +251,7 @@ def _lora(fleet: Fleet) -> Finding:
     Fix: start vLLM with `--enable-lora`.
     """
     fix = "start vLLM with --enable-lora"
-    ailing = {id: _fail("LoRA is off", fix) for id, f in fleet.facts.items() if f.lora is None}
+    ailing = {id: fail("LoRA is off", fix) for id, f in fleet.facts.items() if f.lora is None}
     return _finding("lora", fleet, tuple(fleet.facts), ailing, "enabled")
 
 
@@ -467,7 +267,7 @@ def _version(fleet: Fleet) -> Finding:
         seen = f"it differs: {_by_value(versions)}"
         return Finding("version", Level.FAIL, seen, fix, tuple(versions))
     ailing = {
-        id: _warn(f"vLLM {version}; rollmux is tested with {KNOWN_VERSION}", fix)
+        id: warn(f"vLLM {version}; rollmux is tested with {KNOWN_VERSION}", fix)
         for id, version in versions.items()
         if version != KNOWN_VERSION
     }
@@ -568,7 +368,7 @@ def _slots(fleet: Fleet) -> Finding:
     fix = f"start vLLM with --max-loras {need}, or lower the trainer's max_staleness"
     slots = {id: f.lora[0] for id, f in fleet.facts.items() if f.lora and f.lora[0] is not None}
     ailing = {
-        id: _fail(f"max_loras {n}, but staleness {fleet.asked.staleness} needs {need}", fix)
+        id: fail(f"max_loras {n}, but staleness {fleet.asked.staleness} needs {need}", fix)
         for id, n in slots.items()
         if n < need
     }
@@ -587,7 +387,7 @@ def _cpu_slots(fleet: Fleet) -> Finding:
     fix = f"start vLLM with --max-cpu-loras {2 * need}; it costs CPU memory only"
     slots = {id: f.lora[2] for id, f in fleet.facts.items() if f.lora and f.lora[2] is not None}
     ailing = {
-        id: _warn(f"max_cpu_loras {n} is less than {need}", fix)
+        id: warn(f"max_cpu_loras {n} is less than {need}", fix)
         for id, n in slots.items()
         if n < need
     }
@@ -608,7 +408,7 @@ def _rank(fleet: Fleet) -> Finding:
         allowed = next((r for r in _RANKS if r >= wanted), _RANKS[-1])
         fix = f"start vLLM with --max-lora-rank {allowed}"
         ailing = {
-            id: _fail(f"max_lora_rank {rank} is less than {wanted}", fix)
+            id: fail(f"max_lora_rank {rank} is less than {wanted}", fix)
             for id, rank in ranks.items()
             if rank < wanted
         }
@@ -633,7 +433,7 @@ def _busy(fleet: Fleet) -> Finding:
     """
     fix = "wait for them to end, or insist with rollmux run --take-over"
     ailing = {
-        r.id: _fail(f"{r.running} requests of someone else", fix) for r in fleet.open if r.running
+        r.id: fail(f"{r.running} requests of someone else", fix) for r in fleet.open if r.running
     }
     return _finding("busy", fleet, [r.id for r in fleet.open], ailing, "idle")
 
@@ -645,7 +445,7 @@ def _asleep(fleet: Fleet) -> Finding:
     Fix: `curl -X POST URL/wake_up`.
     """
     ailing = {
-        r.id: _fail("asleep", f"wake it: curl -X POST {r.url}/wake_up")
+        r.id: fail("asleep", f"wake it: curl -X POST {r.url}/wake_up")
         for r in fleet.open
         if r.asleep
     }
@@ -656,10 +456,10 @@ def _asleep(fleet: Fleet) -> Finding:
 def _paused(fleet: Fleet) -> Finding:
     """No replica is paused, as a trainer leaves it that died in the middle of a sync.
 
-    Fix: rollmux resumes it when it joins; if another trainer uses it, take it out of this fleet.
+    Fix: nothing if no trainer uses it, rollmux resumes it; else take it out of this fleet.
     """
     ailing = {
-        r.id: _warn(
+        r.id: warn(
             "paused",
             f"nothing, if no trainer uses it: rollmux resumes it (or curl -X POST {r.url}/resume)",
         )
@@ -677,7 +477,7 @@ def _marker(fleet: Fleet) -> Finding:
     """
     fix = "nothing if that run is over; else stop it, or take the replica out of this fleet"
     ailing = {
-        r.id: _warn(f"the marker of run {r.marker}", fix)
+        r.id: warn(f"the marker of run {r.marker}", fix)
         for r in fleet.open
         if r.marker.startswith(MARKER_PREFIX)
     }
@@ -696,9 +496,9 @@ def _names(fleet: Fleet) -> Finding:
         hidden = [name for name in r.adapters if name in r.base]
         if hidden:
             fix = f'unload it: POST {r.url}/v1/unload_lora_adapter {{"lora_name": "{hidden[0]}"}}'
-            ailing[r.id] = _fail(f"an adapter called {hidden[0]} hides the base model", fix)
+            ailing[r.id] = fail(f"an adapter called {hidden[0]} hides the base model", fix)
         elif (r.env or {}).get("VLLM_SKIP_MODEL_NAME_VALIDATION"):
-            ailing[r.id] = _fail(
+            ailing[r.id] = fail(
                 "VLLM_SKIP_MODEL_NAME_VALIDATION is on: it serves the base model under any name",
                 "start vLLM without VLLM_SKIP_MODEL_NAME_VALIDATION",
             )
@@ -717,7 +517,7 @@ def _adapters(fleet: Fleet) -> Finding:
         left = [name for name in r.adapters if name.startswith((POLICY_PREFIX, BEACON_PREFIX))]
         if left:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-            ailing[r.id] = _warn(f"left over: {', '.join(left[:3])}{more}", fix)
+            ailing[r.id] = warn(f"left over: {', '.join(left[:3])}{more}", fix)
     others = sum(len(r.adapters) for r in fleet.open)
     fine = f"{others} others, not touched" if others else "none left over"
     return _finding("adapters", fleet, [r.id for r in fleet.open], ailing, fine)
@@ -730,14 +530,13 @@ def _prefix_caching(fleet: Fleet) -> Finding:
     Fix: start vLLM without `--no-enable-prefix-caching`.
     """
     fix = "start vLLM without --no-enable-prefix-caching, or use --router least-loaded"
-    ailing = {id: _warn("off", fix) for id, f in fleet.facts.items() if f.prefix_caching is False}
+    ailing = {id: warn("off", fix) for id, f in fleet.facts.items() if f.prefix_caching is False}
     return _finding("prefix_caching", fleet, tuple(fleet.facts), ailing, "on")
 
 
 @_check("keep_alive")
 def _keep_alive(fleet: Fleet) -> Finding:
-    """vLLM keeps idle connections open longer than rollmux does, so that none is closed under a
-    request.
+    """Idle connections stay open longer at vLLM than here, so that none is closed under a request.
 
     Fix: start vLLM with `VLLM_HTTP_TIMEOUT_KEEP_ALIVE` at its default of 5 or higher.
     """
@@ -747,7 +546,7 @@ def _keep_alive(fleet: Fleet) -> Finding:
         return Finding("keep_alive", Level.SKIP, "no replica tells")
     fix = f"start vLLM with VLLM_HTTP_TIMEOUT_KEEP_ALIVE above {IDLE_S:g}; 75 is good"
     ailing = {
-        id: _warn(f"idle connections are closed after {n:g} s, ours after {IDLE_S:g} s", fix)
+        id: warn(f"idle connections are closed after {n:g} s, ours after {IDLE_S:g} s", fix)
         for id, n in seconds.items()
         if n <= IDLE_S
     }
@@ -770,10 +569,10 @@ def _push(fleet: Fleet) -> Finding:
     ailing = {}
     for id, why in asked.items():
         if why and required:
-            ailing[id] = _fail(why, "see docs: replicas need the push endpoint with this key")
+            ailing[id] = fail(why, "see docs: replicas need the push endpoint with this key")
         elif why and "no push endpoint" not in why:
             fix = "check the key: ROLLMUX_PUSH_KEY there and --push-key-env here; or use the path"
-            ailing[id] = _warn(f"by the shared path: {why}", fix)
+            ailing[id] = warn(f"by the shared path: {why}", fix)
     pushed = [id for id, why in asked.items() if not why]
     by_path = [id for id, why in asked.items() if why]
     parts = [f"pushed to {', '.join(pushed)}"] if pushed else []
@@ -800,13 +599,13 @@ def _beacon(fleet: Fleet) -> Finding:
 
 def _dim(sighting: Sighting) -> Ailment | None:
     if sighting.trouble:
-        return _fail(
+        return fail(
             f"not loaded after {sighting.seconds:.1f} s: {sighting.trouble}",
             "mount the folder on the replica at the same path (read-only will do), "
             "or start it with the push endpoint",
         )
     if sighting.seconds > SLOW_BEACON_S:
-        return _warn(
+        return warn(
             f"seen only {_seconds(sighting)} after the write",
             "a mount that remembers what is not there: update hf-mount (its PR 226), use "
             "--bucket-gate, or start replicas with the push endpoint",
@@ -832,7 +631,7 @@ def _hold(fleet: Fleet) -> Finding:
         "raise the read and idle timeouts of what is in between (proxy_read_timeout and the like), "
         "go around it (a network group), or make replies shorter"
     )
-    ailing = {id: _fail(_cut(h), fix) for id, h in held.items() if h.trouble}
+    ailing = {id: fail(_cut(h), fix) for id, h in held.items() if h.trouble}
     shortest = min((h.seconds for h in held.values()), default=0.0)
     return _finding("hold", fleet, tuple(held), ailing, f"held for {shortest:.0f} s and came whole")
 
