@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import NoReturn
 
 from proxy import settings as options
@@ -82,7 +83,7 @@ def _command(args: list[str], environ: Mapping[str, str]) -> int:
         # Split here and not by argparse, so that COMMAND is passed on untouched.
         cut = args.index("--")
         args, trainer = args[:cut], args[cut + 1 :]
-    parser, commands = _parsers()
+    parser, commands = parsers()
     parsed, extra = parser.parse_known_args(args)
     if extra:
         _refuse(getattr(parsed, "leaf", commands[parsed.command]), extra)
@@ -143,11 +144,12 @@ def _run(
     # The daemon reads the same options again; reading them here stops a bad one before anything
     # is started.
     settings = _load(given, environ).settings
+    flush_path = _flush_path(given["flush_path"], settings.bucket_gate)
     api_key = read_secrets(settings, environ).api_key
     from trainer_entry.run import run
 
     return run(
-        [arg for arg in args if arg != "--take-over"],
+        _serve_args(args),
         trainer,
         environ,
         host=settings.host,
@@ -155,9 +157,32 @@ def _run(
         start_timeout_s=settings.start_timeout_s,
         drain_s=settings.drain_s,
         take_over=bool(given["take_over"]),
+        flush_path=flush_path,
         api_key=api_key or "",
         own_state_file=settings.state_file is None,
     )
+
+
+def _serve_args(args: list[str]) -> list[str]:
+    """Without what is for ``run`` itself."""
+    kept, words = [], iter(args)
+    for word in words:
+        if word == "--flush-path":
+            next(words, None)
+        elif word != "--take-over" and not word.startswith("--flush-path="):
+            kept.append(word)
+    return kept
+
+
+def _flush_path(given: object, bucket_gate: str | None) -> str:
+    if not given:
+        return ""
+    if bucket_gate is None:
+        raise SettingsError("--flush-path: which bucket? give --bucket-gate NAMESPACE/BUCKET=MOUNT")
+    path, mount = Path(str(given)).absolute(), Path(bucket_gate.partition("=")[2])
+    if not path.is_relative_to(mount):
+        raise SettingsError(f"--flush-path: {path} is not below {mount}, where the bucket is")
+    return str(path)
 
 
 def _deploy(
@@ -215,7 +240,7 @@ def _routers(check: str | None) -> int:
 # --- parsers ------------------------------------------------------------------------------------
 
 
-def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
+def parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     parser = _Parser(
         prog="rollmux",
         description="Makes many vLLM replicas look like one vLLM server to a trainer.",
@@ -240,11 +265,17 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
         "start the daemon, wait for the fleet, run a trainer, stop it all",
         f"The trainer's command is run\nunmodified and its exit code is passed on.{OPTIONS_HELP}",
     )
-    run.usage = "rollmux run [--take-over] [serve options] -- COMMAND..."
+    run.usage = "rollmux run [--take-over] [--flush-path DIR] [serve options] -- COMMAND..."
     run.add_argument(
         "--take-over",
         action="store_true",
         help="clean the fleet even while a replica generates for someone else (default: off)",
+    )
+    run.add_argument(
+        "--flush-path",
+        metavar="DIR",
+        help="after COMMAND, wait up to 60 s until the bucket of --bucket-gate lists every file "
+        "in this folder (default: none)",
     )
     _add_settings(run, inherited_socket=False)
     demo = command("demo", "show the whole system on this machine, with simulated replicas")

@@ -1,4 +1,4 @@
-"""The reference tables in README.md and docs/errors.md, made from the source.
+"""The reference tables in docs/, made from the source.
 
 ``python -m proxy.reference`` (``make docs``) rewrites what stands between the markers of a table.
 """
@@ -8,23 +8,44 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
+from proxy.__main__ import parsers
 from proxy.errors import TABLE, AdapterRefused
 from proxy.settings import OLD_NAMES, OptionInfo, options
 
 ROOT = Path(__file__).parents[1]
 
 
+COMMANDS = ("run", "demo", "routers")
+"""The others, `doctor` and `deploy`, have pages of their own."""
+
+
 def settings_table() -> str:
-    """One row for each option of ``rollmux serve`` and ``rollmux run``."""
-    rows = ["| option | default | meaning |", "|---|---|---|"]
+    """One row for each option of ``rollmux serve``, with its name in the environment."""
+    rows = ["| option | environment | default | meaning |", "|---|---|---|---|"]
     for info in options():
         flag = _escape(f"`{info.flag}{_metavar(info)}`")  # a bar ends a cell, even in code
-        if info.field == "replicas":
-            flag += f", `{info.env}`"
         default = info.default_text
         if info.option.unit:
             default += f" {info.option.unit}" if info.default is not None else ""
-        rows.append(f"| {flag} | {default} | {_escape(info.option.help)} |")
+        env = f"`{info.env}`" if info.env else "no"
+        rows.append(f"| {flag} | {env} | {default} | {_escape(info.option.help)} |")
+    return "\n".join(rows)
+
+
+def commands_table() -> str:
+    """One row for each option of ``COMMANDS`` that is not one of ``rollmux serve``."""
+    _, commands = parsers()
+    settings = {info.flag for info in options()}
+    rows = ["| command | option | meaning |", "|---|---|---|"]
+    for name in COMMANDS:
+        for action in commands[name]._actions:
+            flag = next((word for word in action.option_strings if word.startswith("--")), "")
+            if flag in settings or flag in ("", "--help", "--config"):
+                continue
+            metavar = "" if action.nargs == 0 else f" {action.metavar or action.dest.upper()}"
+            # As --help writes it, with the default filled in.
+            text = (action.help or "") % {"default": action.default}
+            rows.append(f"| `rollmux {name}` | `{_escape(flag + metavar)}` | {_escape(text)} |")
     return "\n".join(rows)
 
 
@@ -48,7 +69,8 @@ def errors_table() -> str:
 
 
 TABLES = {
-    "README.md": {"settings": settings_table, "old-names": old_names_table},
+    "docs/settings.md": {"settings": settings_table, "commands": commands_table},
+    "docs/migration.md": {"old-names": old_names_table},
     "docs/errors.md": {"errors": errors_table},
 }
 """Which page has which tables."""
