@@ -17,6 +17,9 @@ Rules:
    the trainer's death and for the daemon's own stop: all call ``abandon``.
 6. After a resume the fleet counts as running, whoever failed it. A replica that may be left paused
    has to rejoin, and its catch-up resumes it.
+7. A fleet that was put to sleep stands still in its own way: ``/is_paused`` says so too, and a
+   resume would set an engine going whose weights are not there (vLLM 0.27.1, v1/engine/core.py,
+   ``sleep``). Nobody resumes one, and who joins is sent to sleep as well.
 """
 
 from __future__ import annotations
@@ -69,6 +72,8 @@ class Pause:
         """The replicas stand still, as far as is known."""
         self.elided = 0
         """Pauses that ended without having reached a replica."""
+        self.asleep: str | None = None
+        """Target of the ``/sleep`` that the fleet has not woken up from."""
         self._query: bytes | None = None
 
     def __repr__(self) -> str:
@@ -87,6 +92,8 @@ class Pause:
     @property
     def target(self) -> str | None:
         """What a joining replica is to be sent so that it stands still too; None if it may run."""
+        if self.asleep is not None:
+            return self.asleep
         return _target("/pause", self._query) if self.real and self._query is not None else None
 
     def on_pause(self, query: bytes) -> Acknowledge | Broadcast:

@@ -231,7 +231,7 @@ class Control:
     async def _really_pause(self, decision: Broadcast) -> Joined:
         """Pause every ready replica, or none."""
         fleet = self.replicas.fleet
-        fleet.expect_paused(None, self.replicas.now_s())
+        self._expect_paused(None)
         targets = fleet.routable()
         answers = await self._post(targets, decision.target)
         # Who died of it, or under it, is out of rotation; its catch-up will pause it.
@@ -241,7 +241,7 @@ class Control:
         fleet.set_paused(paused, True, now_s)
         undo = self._pause.pause_done(decision, paused, failed, unknown)
         if not undo and not failed and paused:
-            fleet.expect_paused(True, now_s)
+            self._expect_paused(True)
             if b"clear_cache=false" not in decision.target.encode():
                 self.replicas.router.forget_all()
             reached = {id: a for id, a in answers.items() if id in paused}
@@ -258,6 +258,11 @@ class Control:
             return _refusal(error.status, error.error, words)
         return error
 
+    def _expect_paused(self, paused: bool | None) -> None:
+        """What probes should find. Of a replica asleep, whether it is paused tells nothing."""
+        expected = paused if self._pause.asleep is None else None
+        self.replicas.fleet.expect_paused(expected, self.replicas.now_s())
+
     async def _resume_these(self, ids: tuple[ReplicaId, ...]) -> tuple[ReplicaId, ...]:
         """Resume these replicas; those that did not answer must rejoin, and are returned."""
         fleet = self.replicas.fleet
@@ -266,7 +271,7 @@ class Control:
         done, failed, unknown = _sorted(answers)
         now_s = self.replicas.now_s()
         fleet.set_paused(done, False, now_s)
-        fleet.expect_paused(False, now_s)
+        self._expect_paused(False)
         left = (*failed, *unknown)
         for id in left:
             moved = fleet.must_rejoin(id, "left_paused", "did not resume; may be paused", now_s)
@@ -346,7 +351,24 @@ class Control:
         if clears:
             self.replicas.fleet.cache_cleared(held, seen)
             self.replicas.router.forget_all()
+        if path == "/sleep" and held:
+            self._pause.asleep = target
+            self._expect_paused(None)
+        elif path == "/wake_up" and self._pause.asleep is not None:
+            await self._see_if_awake(targets)
         return joined
+
+    async def _see_if_awake(self, targets: tuple[Replica, ...]) -> None:
+        """A call may wake a part of each engine; the last of them also resumes it."""
+        answers = await self._fanout.all(
+            targets, "GET", "/is_sleeping", timeout_s=self._control_timeout_s
+        )
+        asleep = joins.is_sleeping(answers, self._fanout.urls())
+        if asleep.ok and not orjson.loads(asleep.body)["is_sleeping"]:
+            self._pause.asleep = None
+            self._pause.resume_done()
+            self.replicas.fleet.set_paused(list(answers), False, self.replicas.now_s())
+            self._expect_paused(False)
 
     def _join(self, path: str, answers: Answers) -> Joined:
         urls = self._fanout.urls()

@@ -179,3 +179,26 @@ async def test_a_release_does_not_wait_for_a_load_under_way(start, pair):
         assert (await running.client.post("/proxy/release")).status_code == 200
     assert loading.result().status_code == 503
     assert waiting.result().status_code == 200
+
+
+async def test_a_fleet_that_sleeps_is_left_asleep_until_it_is_woken(start, pair):
+    """vLLM says that it is paused, and a resume would set it going without its weights."""
+    running = await start([r.url for r in pair])
+    assert (await running.client.post("/sleep?level=1")).status_code == 200
+    probed = [len(r.calls("/is_paused")) for r in pair]
+    await running.until(
+        lambda: all(len(r.calls("/is_paused")) > n + 2 for r, n in zip(pair, probed, strict=True))
+    )
+    assert [r.state for r in running.daemon.replicas.fleet] == ["ready", "ready"]
+    assert [len(r.calls("/resume")) for r in pair] == [0, 0]
+    await pair[1].restart()
+    await running.until(lambda: pair[1].sleeping)
+    await running.until_ready(2)
+    assert (await running.client.post("/wake_up")).status_code == 200
+    assert standing(pair) == [False, False]
+    await running.until_ready(2)
+    assert (await running.complete("tiny", [1])).status_code == 200
+    codes: list[str] = []
+    running.daemon.replicas.on_transition.append(lambda moved: codes.append(moved.code))
+    pair[0].engine.pause(asyncio.get_running_loop().time(), "keep")  # by somebody else
+    await running.until(lambda: "pause_differs" in codes)
