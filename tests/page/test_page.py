@@ -123,18 +123,20 @@ async def test_in_flight_and_a_publication_under_way_are_live(start, browser, tm
         assert "highest 7" in await browser.text("#chart")
 
 
-async def test_text_of_replicas_is_never_markup(start, browser):
-    """An error, an adapter's name and its path that were written to run as a script do not."""
-    async with ScriptedReplica() as replica:
-        running = await start([replica.url])
-        r0 = running.daemon.replicas.fleet["r0"]
-        r0.last_error = MARKUP
-        r0.adapters[f"v1{MARKUP}"] = MARKUP
-        with running.daemon.status.publishing(f"v2{MARKUP}"):
-            await browser.open(f"{running.url}/proxy/")
-            await browser.until(SHOWN)
-            text = await browser.text("#main")
-        assert text.count(MARKUP) == 3
+async def test_text_of_replicas_is_never_markup(start, browser, tmp_path):
+    """An error and an adapter's name that were written to run as a script do not."""
+    async with SimulatedReplica() as good, ScriptedReplica() as bad:
+        running = await start([good.url, bad.url])
+        bad.faults.add("*", Fault(status=502, body=MARKUP.encode()))
+        await running.until_ready(1)
+        path = await asyncio.to_thread(write_adapter, tmp_path / "v1", "v1", rank=1, layers=1)
+        body = {"lora_name": f"v1{MARKUP}", "lora_path": str(path)}
+        answer = await running.client.post("/v1/load_lora_adapter", json=body)
+        assert answer.status_code == 200
+        await browser.open(f"{running.url}/proxy/")
+        await browser.until(SHOWN)
+        for place in ("#tiles", "#publications", "#replicas .chips", "#replicas .bad.small"):
+            assert MARKUP in await browser.text(place)
         assert await browser.value("document.querySelectorAll('img, #main script').length") == 0
         assert await browser.value("typeof window.hacked") == "undefined"
         # And were it put in as markup, the policy of the page would not let it run.
