@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+from pathlib import Path
 
 import orjson
 from starlette.applications import Starlette
@@ -16,9 +17,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from broadcast.answer import Answer
 from broadcast.joins import Joined
 from proxy import page
+from proxy.bucket_gate import BucketGate
 from proxy.client import Client, ClientGone
 from proxy.control import Control
 from proxy.errors import (
+    BadRequest,
     HeadersTooLarge,
     NotSupported,
     ProxyError,
@@ -98,7 +101,9 @@ class App:
         return hmac.compare_digest(sent, self._key)
 
 
-def rest(control: Control, status: Status, *, body_timeout_s: float) -> Starlette:
+def rest(
+    control: Control, status: Status, gate: BucketGate | None, *, body_timeout_s: float
+) -> Starlette:
     """Everything but generations."""
 
     async def body_of(request: Request) -> bytes:
@@ -172,6 +177,9 @@ def rest(control: Control, status: Status, *, body_timeout_s: float) -> Starlett
     async def release(request: Request) -> Response:
         return _response(await control.release())
 
+    async def flush(request: Request) -> Response:
+        return _json(await _flush(gate, await body_of(request)))
+
     async def add_replica(request: Request) -> Response:
         control.check_admin(request.headers)
         return _response(control.add_replica(await body_of(request)))
@@ -203,6 +211,7 @@ def rest(control: Control, status: Status, *, body_timeout_s: float) -> Starlett
         Route("/proxy", lambda _: RedirectResponse("/proxy/"), methods=["GET"]),
         Route("/proxy/clean", clean, methods=["POST"]),
         Route("/proxy/release", release, methods=["POST"]),
+        Route("/proxy/flush", flush, methods=["POST"]),
         Route("/proxy/replicas", add_replica, methods=["POST"]),
         Route("/proxy/replicas/{id}", remove_replica, methods=["DELETE"]),
         *(Route(path, wrong_method, methods=NOT_POST) for path in sorted(ROUTED)),
@@ -220,6 +229,25 @@ def rest(control: Control, status: Status, *, body_timeout_s: float) -> Starlett
             Exception: _bug,
         },
     )
+
+
+async def _flush(gate: BucketGate | None, body: bytes) -> dict[str, object]:
+    """Which files of a folder are not in the bucket yet; `rollmux run --flush-path` asks."""
+    if gate is None:
+        raise BadRequest("there is no bucket to look into; start with --bucket-gate")
+    try:
+        path = orjson.loads(body)["path"]
+        flush = await gate.flushed(Path(path))
+    except (KeyError, TypeError, orjson.JSONDecodeError) as exc:
+        raise BadRequest('the body must be {"path": "/…"}') from exc
+    except (ValueError, OSError) as exc:
+        raise BadRequest(f"path: {exc}", param="path") from exc
+    return {
+        "files": flush.files,
+        "missing": len(flush.missing),
+        "first_missing": flush.missing[:1],
+        "problem": flush.problem,
+    }
 
 
 async def _no_send(message: object) -> None:

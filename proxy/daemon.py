@@ -186,7 +186,7 @@ class Daemon:
         )
         self.app = App(
             generations,
-            rest(self.control, self.status, body_timeout_s=settings.body_timeout_s),
+            rest(self.control, self.status, self._gate, body_timeout_s=settings.body_timeout_s),
             secrets.api_key,
         )
         self._server = _Server(

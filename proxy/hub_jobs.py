@@ -12,6 +12,7 @@ from proxy.settings import is_loopback, replica_url
 CALL_S = 10.0
 MAX_PAGES = 100
 """Of Jobs that are alive under one label: far more than a run has."""
+Query = list[tuple[str, str | int | float | bool | None]]
 LIVE = ("SCHEDULING", "RUNNING")
 """Stages of a Job that serves or will (huggingface_hub 2.4.0, _jobs_api.py, JobStage)."""
 
@@ -50,7 +51,7 @@ class HubJobs:
             except (KeyError, TypeError) as exc:
                 raise HubUnanswered("it does not say whose token this is") from exc
         found: list[str] = []
-        query = [("stage", stage) for stage in LIVE] + [("label", self._filter)]
+        query: Query = [("label", self._filter), *(("stage", stage) for stage in LIVE)]
         url = f"{self._endpoint}/api/jobs/{self._namespace}"
         for _ in range(MAX_PAGES):
             jobs, url = await self._get(url, query)
@@ -66,7 +67,7 @@ class HubJobs:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _get(self, url: str, query: list[tuple[str, str]]) -> tuple[Any, str]:
+    async def _get(self, url: str, query: Query) -> tuple[Any, str]:
         """An answer and the address of its next page, if there is one.
 
         huggingface_hub 2.4.0, hf_api.py, list_jobs, and utils/_pagination.py: ``stage`` and

@@ -77,6 +77,14 @@ class DaemonApi:
         """Resume every replica that is really paused."""
         return await self._call("POST", "/proxy/release", {}, timeout_s)
 
+    async def flush(self, path: str, timeout_s: float) -> Answer:
+        """One look at which files below ``path`` the Hub does not list yet.
+
+        200: ``files`` and ``missing`` are counts, ``first_missing`` has one of them, ``problem``
+        says why the Hub could not be asked. 400: the folder is not in the bucket.
+        """
+        return await self._call("POST", "/proxy/flush", {"path": path}, timeout_s)
+
     async def _call(self, method: str, path: str, body: Any, timeout_s: float) -> Answer:
         try:
             async with asyncio.timeout(timeout_s):

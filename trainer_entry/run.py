@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import os
 import shutil
 import signal
@@ -28,6 +29,10 @@ from trainer_entry.daemon_api import DaemonApi, Unanswered
 BACKLOG: Final = 4096
 """Connects that queue while the daemon restarts: thousands of rollouts at most. The kernel cuts it
 to ``net.core.somaxconn``, 4096 since Linux 5.4."""
+FLUSH_LOOK_S: Final = 1.0
+"""Between two looks at a bucket that does not have all files yet."""
+FLUSH_ANSWER_S: Final = 30.0
+"""One look at it: the Hub is asked once per thousand files."""
 LOOK_S: Final = 0.5
 """Between two looks at a fleet that is not ready."""
 SWEEP_S: Final = 0.05
@@ -50,6 +55,7 @@ def run(
     start_timeout_s: float,
     drain_s: float,
     take_over: bool = False,
+    flush_path: str = "",
     api_key: str = "",
     own_state_file: bool = False,
     daemon_command: Sequence[str] = DAEMON,
@@ -59,8 +65,10 @@ def run(
     ``serve_args`` go to the daemon as they are, then ``--fd N``. ``env`` is the environment of
     both; the trainer's has ``ROLLMUX_URL`` besides. ``port`` 0 takes a free one.
     ``own_state_file``: the daemon gets a ``--state-file`` that lives as long as this call, so that
-    one that is started again knows what no replica can tell it. Blocks; has to be called from the
-    main thread of a process without other children. No child is left behind.
+    one that is started again knows what no replica can tell it. ``flush_path``: a folder in the
+    daemon's bucket; this ends when the bucket lists its files, or a minute after the trainer.
+    Blocks; has to be called from the main thread of a process without other children. No child is
+    left behind.
     """
     if not command:
         return _refuse("no COMMAND; write it behind --: rollmux run [options] -- python train.py")
@@ -87,7 +95,7 @@ def run(
         else:
             url = rank.leader_url(env, host, port)
         shell = _Shell(
-            supervisor.Limits(start_timeout_s, drain_s, leads),
+            supervisor.Limits(start_timeout_s, drain_s, leads, flush=bool(flush_path)),
             DaemonApi(url, api_key),
             listener,
             daemon=[*daemon_command, *serve_args],
@@ -95,6 +103,7 @@ def run(
             program=program,
             env=env,
             take_over=take_over,
+            flush_path=flush_path,
         )
         return asyncio.run(shell.live())
 
@@ -113,6 +122,7 @@ class _Shell:
         program: str,
         env: Mapping[str, str],
         take_over: bool,
+        flush_path: str,
     ) -> None:
         self._limits = limits
         self._api = api
@@ -122,6 +132,7 @@ class _Shell:
         self._program = program
         self._env = env
         self._take_over = take_over
+        self._flush_path = flush_path
         self._run_id = uuid.uuid4().hex[:12]
         self._children = Children()
         self._daemon: int | None = None
@@ -194,6 +205,8 @@ class _Shell:
                 case supervisor.KillTrainer():
                     self._sweep_with = signal.SIGKILL
                     self._children.send_all(signal.SIGKILL, but=self._daemon)
+                case supervisor.WatchFlush():
+                    work.start(self._watch_flush(), "watch the bucket")
                 case supervisor.ReleaseFleet():
                     work.start(self._release(), "release the fleet")
                 case supervisor.StopDaemon():
@@ -257,6 +270,31 @@ class _Shell:
                 break
             await asyncio.sleep(SWEEP_S)
         self._events.put_nowait(supervisor.NoneLeft())
+
+    async def _watch_flush(self) -> None:
+        while True:
+            seen = await self._look_at_bucket()
+            self._events.put_nowait(seen)
+            if seen.done:
+                return
+            await asyncio.sleep(FLUSH_LOOK_S)
+
+    async def _look_at_bucket(self) -> supervisor.FlushSeen:
+        path = self._flush_path
+        try:
+            answer = await self._api.flush(path, FLUSH_ANSWER_S)
+        except Unanswered as error:
+            return supervisor.FlushSeen(False, str(error))
+        if answer.status != 200:
+            return supervisor.FlushSeen(True, f"--flush-path {path}: {answer.message}")
+        found = json.loads(answer.body)
+        if found["problem"]:
+            return supervisor.FlushSeen(False, f"the bucket: {found['problem']}")
+        if found["missing"]:
+            left = f"{found['missing']} of {found['files']} files"
+            text = f"waiting until the bucket lists {left} of {path}"
+            return supervisor.FlushSeen(False, f"{text}, as {found['first_missing'][0]}")
+        return supervisor.FlushSeen(True, f"the bucket lists all {found['files']} files of {path}")
 
     async def _release(self) -> None:
         try:

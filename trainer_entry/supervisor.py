@@ -12,8 +12,8 @@ is over. Its rules:
 - SIGTERM, SIGHUP and SIGQUIT are passed on and start a clock: the trainer is killed after
   ``drain_s``, and everything is gone 5 s later. SIGINT is passed on without a clock (a checkpoint
   may take its time); the second asks with SIGTERM and starts a short clock; the third kills.
-- On the way out, in this order: the trainer's leftovers end, the fleet is resumed, the daemon
-  stops. Each step has an end of its own.
+- On the way out, in this order: the trainer's leftovers end, its files reach the bucket (where
+  that is asked for), the fleet is resumed, the daemon stops. Each step has an end of its own.
 - Where this node does not lead (``leads`` is false) there is no daemon of ours: the trainer waits
   for the leader's, and runs.
 """
@@ -42,6 +42,8 @@ LEFTOVER_S: Final = 5.0
 """What a finished trainer's own children get between SIGTERM and SIGKILL."""
 KILL_WAIT_S: Final = 2.0
 """After SIGKILL only a process in an uninterruptible call is still there; we do not wait for it."""
+FLUSH_S: Final = 60.0
+"""hf-mount sends a file some 2 s after its close, and gives up 45 s after SIGTERM."""
 RELEASE_S: Final = 5.0
 STOP_SLACK_S: Final = 5.0
 """From the trainer's SIGKILL to the end of the tree: resume the fleet, stop the daemon."""
@@ -67,6 +69,8 @@ class Phase(Enum):
     TRAINING = auto()
     SWEEPING = auto()
     """The trainer is gone; its leftovers are ending."""
+    FLUSHING = auto()
+    """What the trainer wrote is on its way to the bucket."""
     RELEASING = auto()
     """The fleet is being resumed."""
     STOPPING = auto()
@@ -132,6 +136,14 @@ class NoneLeft:
 
 
 @dataclass(frozen=True, slots=True)
+class FlushSeen:
+    """One look at the bucket; ``done``: there is nothing left to wait for."""
+
+    done: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Released:
     """The resume was answered. ``problem`` is empty if it worked."""
 
@@ -160,6 +172,7 @@ Event = (
     | TrainerNotStarted
     | TrainerExited
     | NoneLeft
+    | FlushSeen
     | Released
     | Signalled
     | Tick
@@ -212,6 +225,11 @@ class KillTrainer:
 
 
 @dataclass(frozen=True, slots=True)
+class WatchFlush:
+    """Send ``FlushSeen`` again and again until one of them is done."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseFleet:
     """Resume the replicas that are really paused; answered by ``Released``."""
 
@@ -240,6 +258,7 @@ Command = (
     | SignalTrainer
     | SweepTrainer
     | KillTrainer
+    | WatchFlush
     | ReleaseFleet
     | StopDaemon
     | KillDaemon
@@ -258,6 +277,8 @@ class Limits:
     drain_s: float
     leads: bool = True
     """This node starts the daemon."""
+    flush: bool = False
+    """After the trainer, wait until the bucket has its files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +297,8 @@ class State:
     daemon_up: bool = False
     cleans: int = 0
     interrupts: int = 0
+    flush_text: str = ""
+    """Last line about the bucket."""
     exit_code: int | None = None
     stop_by_s: float | None = None
     """When the whole tree has to be gone."""
@@ -320,7 +343,11 @@ def step(state: State, event: Event, now_s: float) -> Step:
         case TrainerNotStarted():
             return _fail(state, BAD_USAGE, event.message, now_s)
         case NoneLeft():
-            return _release(state, now_s) if state.phase is Phase.SWEEPING else (state, ())
+            return _flush(state, now_s) if state.phase is Phase.SWEEPING else (state, ())
+        case FlushSeen():
+            return (
+                _flush_seen(state, event, now_s) if state.phase is Phase.FLUSHING else (state, ())
+            )
         case Released():
             if state.phase is not Phase.RELEASING:
                 return state, ()
@@ -412,6 +439,8 @@ def _daemon_died(state: State, code: int, now_s: float) -> Step:
         return state, (said, SignalTrainer(Signals.SIGTERM, group=False))
     if state.phase is Phase.SWEEPING:  # the trainer's own code stands
         return state, (Say(why),)
+    if state.phase is Phase.FLUSHING:  # nobody is left who could ask the Hub
+        return _then((Say(why),), _release(state, now_s))
     return _fail(state, 1, f"{why}. See its last lines for the cause", now_s)
 
 
@@ -427,6 +456,9 @@ def _tick(state: State, now_s: float) -> Step:
             return _fail(state, 1, f"the fleet was not clean after {CLEAN_S:.0f} s", now_s)
         case Phase.TRAINING | Phase.SWEEPING:
             return _kill_trainer(state, now_s)
+        case Phase.FLUSHING:
+            said = Say(f"not everything reached the bucket in time: {state.flush_text}")
+            return _then((said,), _release(state, now_s))
         case Phase.RELEASING:
             said = Say("no answer about resuming the fleet in time; the daemon's stop tries again")
             return _then((said,), _stop(state, now_s))
@@ -454,6 +486,9 @@ def _signalled(state: State, signal: Signals, now_s: float) -> Step:
             return _kill_trainer(state, now_s)
         case Phase.TRAINING:
             return state, (SignalTrainer(signal, group=signal in TO_GROUP),)
+        case Phase.FLUSHING if signal is Signals.SIGINT:
+            said = Say(f"{signal.name}: not waiting for the bucket: {state.flush_text}")
+            return _then((said,), _release(state, now_s))
         case Phase.STOPPING if signal is Signals.SIGINT and state.interrupts >= 2:
             return _kill_daemon(state, now_s)
         case _:  # on the way out already; the clock above is all it adds
@@ -479,7 +514,7 @@ def _trainer_exited(state: State, code: int, now_s: float) -> Step:
 def _kill_trainer(state: State, now_s: float) -> Step:
     """First time: SIGKILL. Second time: it cannot be killed, go on without it."""
     if state.trainer_killed:
-        return _then((Say("a process of the trainer cannot be killed"),), _release(state, now_s))
+        return _then((Say("a process of the trainer cannot be killed"),), _flush(state, now_s))
     state = replace(state, trainer_killed=True, deadline_s=now_s + KILL_WAIT_S)
     said = Say(
         "the trainer's time is over: SIGKILL"
@@ -487,6 +522,23 @@ def _kill_trainer(state: State, now_s: float) -> Step:
         else "what the trainer left behind did not end: SIGKILL"
     )
     return state, (said, KillTrainer())
+
+
+def _flush(state: State, now_s: float) -> Step:
+    if not (state.limits.flush and state.daemon_up):
+        return _release(state, now_s)
+    by_s = now_s + FLUSH_S
+    if state.stop_by_s is not None:
+        by_s = min(by_s, state.stop_by_s - STOP_SLACK_S)
+    state = replace(state, phase=Phase.FLUSHING, deadline_s=by_s, flush_text="no answer yet")
+    return state, (WatchFlush(),)
+
+
+def _flush_seen(state: State, seen: FlushSeen, now_s: float) -> Step:
+    if seen.done:
+        return _then((Say(seen.text),), _release(state, now_s))
+    said = (Say(seen.text),) if seen.text != state.flush_text else ()
+    return replace(state, flush_text=seen.text), said
 
 
 def _release(state: State, now_s: float) -> Step:
@@ -532,6 +584,7 @@ def _hurry(state: State, stop_by_s: float) -> State:
     kept_s = {
         Phase.TRAINING: STOP_SLACK_S,
         Phase.SWEEPING: STOP_SLACK_S,
+        Phase.FLUSHING: STOP_SLACK_S,
         Phase.RELEASING: LAST_STOP_S,
     }.get(state.phase, 0.0)
     by_s = stop_by_s - kept_s

@@ -98,7 +98,7 @@ def test_up_starts_bucket_replicas_and_trainer_with_what_the_run_needs(hub, roll
 def test_a_network_group_needs_no_port_and_no_token_of_replicas(hub, rollmux):
     code, _, err = rollmux(*UP, "--transport", "network-group", *TRAIN)
     assert code == 0, err
-    *replicas, trainer = hub.jobs
+    *replicas, _ = hub.jobs
     (group,) = {job.spec["network"]["group"] for job in hub.jobs}
     assert {tuple(job.spec["network"]["aliases"]) for job in replicas} == {("vllm",)}
     assert not any("expose" in job.spec for job in hub.jobs)

@@ -21,6 +21,7 @@ class Hub:
 
     def __init__(self) -> None:
         self.listed: set[str] = set()
+        self.sizes: dict[str, int] = {}
         self.status = 200
         self.asked: list[Arrival] = []
         self.server = Server(self._answer, host="127.0.0.1", port=0)
@@ -28,7 +29,11 @@ class Hub:
     async def _answer(self, arrival: Arrival) -> Reply:
         self.asked.append(arrival)
         wanted = orjson.loads(arrival.body)["paths"]
-        found = [{"type": "file", "path": p, "size": 1} for p in wanted if p in self.listed]
+        found = [
+            {"type": "file", "path": p, "size": self.sizes.get(p, 1)}
+            for p in wanted
+            if p in self.listed
+        ]
         return Reply(self.status, orjson.dumps(found), "application/json")
 
 
@@ -80,6 +85,42 @@ async def test_a_hub_that_fails_is_left_out_and_told(
     assert answer.status_code == 200
     assert "the Hub answered 503" in caplog.text
     assert "hf_secret" not in caplog.text
+
+
+async def test_a_folder_is_flushed_once_every_file_is_listed_with_its_size(
+    start, pair, hub, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(bucket_gate, "BATCH", 2)
+    running = await begin(start, pair, hub, tmp_path)
+    out = tmp_path / "out"
+    names = ["a", "b", "deep/c", ".rollmux/copy/d"]
+    for name in names:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("12345")
+
+    async def look():
+        answer = await running.client.post("/proxy/flush", json={"path": str(out)})
+        assert answer.status_code == 200
+        return answer.json()
+
+    assert await look() == {"files": 3, "missing": 3, "first_missing": ["out/a"], "problem": ""}
+    hub.listed = {f"out/{name}" for name in names[:3]}
+    hub.sizes = {"out/a": 5, "out/b": 5, "out/deep/c": 4}  # an older version of it
+    assert (await look())["first_missing"] == ["out/deep/c"]
+    hub.sizes["out/deep/c"] = 5
+    assert await look() == {"files": 3, "missing": 0, "first_missing": [], "problem": ""}
+    hub.status = 503
+    assert "503" in (await look())["problem"]
+
+
+@pytest.mark.parametrize("body", [{"path": "/elsewhere"}, {"path": 7}, {}, [], "no JSON"])
+async def test_a_flush_of_what_is_not_in_the_bucket_is_refused(start, pair, hub, tmp_path, body):
+    running = await begin(start, pair, hub, tmp_path)
+    content = body if isinstance(body, str) else orjson.dumps(body)
+    answer = await running.client.post("/proxy/flush", content=content)
+    assert answer.status_code == 400
+    missing = await running.client.post("/proxy/flush", json={"path": str(tmp_path / "none")})
+    assert (missing.status_code, "No such file" in missing.text) == (400, True)
 
 
 async def test_a_path_outside_the_mount_is_not_asked_for(start, pair, hub, tmp_path):

@@ -132,7 +132,9 @@ def test_trainers_command_is_passed_on_untouched_and_so_are_the_daemons_options(
     monkeypatch.setenv("KEY", "k")
     trainer = ["python", "train.py", "--take-over", "--bogus", "--", "--port", "x y", ""]
     options = ["--replica", "http://a", "--drain-s=3", "--api-key-env", "KEY"]
-    assert main(["run", "--take-over", *options, "--", *trainer]) == 7
+    options += ["--bucket-gate", "me/run=/lora"]
+    ours = ["--take-over", "--flush-path", "/lora/out"]
+    assert main(["run", *ours, *options, "--", *trainer]) == 7
     assert seen == {
         "serve_args": options,
         "command": trainer,
@@ -141,9 +143,22 @@ def test_trainers_command_is_passed_on_untouched_and_so_are_the_daemons_options(
         "start_timeout_s": 1800,
         "drain_s": 3,
         "take_over": True,
+        "flush_path": "/lora/out",
         "api_key": "k",
         "own_state_file": True,
     }
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ([], "--flush-path: which bucket? give --bucket-gate"),
+        (["--bucket-gate", "me/run=/bucket"], "--flush-path: /lora/out is not below /bucket"),
+    ],
+)
+def test_a_folder_to_flush_has_to_be_in_the_bucket(capsys, options, line):
+    words = ["--replica", "http://a", "--flush-path=/lora/out", *options, "--", "true"]
+    assert line in usage_error(capsys, "run", *words)
 
 
 def test_no_option_takes_a_secret_itself():

@@ -3,7 +3,8 @@
 ``fake_daemon.py BOARD PLAN --fd N``: tells the board (a datagram socket) all that happens to it,
 and behaves as the JSON object PLAN says: ``exit`` (code, at once), ``gate`` (before it accepts,
 wait until somebody opens this FIFO for writing; only if it is there), ``ready``, ``clean`` and
-``release`` (status, message), ``deaf`` (ignores SIGTERM), ``key`` (bearer token it wants).
+``release`` (status, message), ``flush`` (answers, the last one for ever), ``deaf`` (ignores
+SIGTERM), ``key`` (bearer token it wants).
 """
 
 import json
@@ -54,6 +55,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         sent = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/proxy/flush":
+            tell(self.path, sent=sent)
+            looks = plan["flush"]
+            self.answer(200, looks.pop(0) if len(looks) > 1 else looks[0])
+            return
         status, message = plan.get(self.path.removeprefix("/proxy/"), [200, ""])
         tell(self.path, sent=sent)
         self.answer(status, {"error": {"message": message}} if status != 200 else {})

@@ -245,6 +245,27 @@ def test_a_restarted_daemon_finds_the_state_file_of_the_first(
         assert not path.parent.exists()
 
 
+def test_the_bucket_is_asked_until_it_has_the_trainers_files(start: Start, board: Board) -> None:
+    pending = {"files": 3, "missing": 2, "first_missing": ["out/model"], "problem": ""}
+    away = {"files": 3, "missing": 0, "first_missing": [], "problem": "the Hub answered 503"}
+    done = {"files": 3, "missing": 0, "first_missing": [], "problem": ""}
+    entry = start(
+        STARTED + "sys.exit(7)", plan={"flush": [pending, away, done]}, flush_path="/lora/out"
+    )
+    assert entry.ends() == 7
+    assert board.story()[2:] == [
+        "trainer started",
+        *["daemon /proxy/flush"] * 3,
+        "daemon /proxy/release",
+        "daemon SIGTERM",
+    ]
+    assert board.seen[3]["sent"] == {"path": "/lora/out"}
+    said = entry.said()
+    assert "waiting until the bucket lists 2 of 3 files of /lora/out, as out/model" in said
+    assert "the bucket: the Hub answered 503" in said
+    assert "the bucket lists all 3 files of /lora/out" in said
+
+
 # --- refusals before anything starts ------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from trainer_entry.supervisor import (
     Event,
     Exit,
     FleetSeen,
+    FlushSeen,
     KillDaemon,
     KillTrainer,
     Limits,
@@ -40,6 +41,7 @@ from trainer_entry.supervisor import (
     TrainerExited,
     TrainerNotStarted,
     WatchFleet,
+    WatchFlush,
 )
 
 TERM, INT = Signalled(Signals.SIGTERM), Signalled(Signals.SIGINT)
@@ -48,9 +50,9 @@ TERM, INT = Signalled(Signals.SIGTERM), Signalled(Signals.SIGINT)
 class History:
     """Plays events at times; ``did`` are the commands of the last one without what was said."""
 
-    def __init__(self, *, leads: bool = True, drain_s: float = 20.0) -> None:
+    def __init__(self, *, leads: bool = True, drain_s: float = 20.0, flush: bool = False) -> None:
         self.now_s = 1000.0
-        self.limits = Limits(start_timeout_s=60.0, drain_s=drain_s, leads=leads)
+        self.limits = Limits(start_timeout_s=60.0, drain_s=drain_s, leads=leads, flush=flush)
         self.said: list[str] = []
         self.state, commands = sup.begin(self.limits, self.now_s)
         self.did = self._without_said(commands)
@@ -72,8 +74,8 @@ class History:
         return self.play(Tick())
 
     @classmethod
-    def training(cls, *, drain_s: float = 20.0) -> History:
-        history = cls(drain_s=drain_s)
+    def training(cls, *, drain_s: float = 20.0, flush: bool = False) -> History:
+        history = cls(drain_s=drain_s, flush=flush)
         history.play(FleetSeen(True), Cleaned())
         assert history.did == [StartTrainer()]
         return history
@@ -324,6 +326,48 @@ def test_sigterm_while_draining_shortens_the_drain() -> None:
     assert history.state.deadline_s == by_s
 
 
+def test_the_fleet_is_kept_until_the_trainers_files_are_in_the_bucket() -> None:
+    history = History.training(flush=True)
+    assert history.play(TrainerExited(3), NoneLeft()) == [WatchFlush()]
+    assert history.play(FlushSeen(False, "2 of 3 files"), FlushSeen(False, "2 of 3 files")) == []
+    assert history.said.count("2 of 3 files") == 1
+    assert history.play(FlushSeen(True, "all 3 files"), after_s=5) == [ReleaseFleet()]
+    assert history.play(Released()) == [StopDaemon()]
+    assert history.play(DaemonDied(0)) == [Exit(3)]
+
+
+def test_a_bucket_that_never_lists_them_is_given_up_after_a_minute_and_said() -> None:
+    history = History.training(flush=True)
+    began_s = history.now_s
+    history.play(TrainerExited(0), NoneLeft(), FlushSeen(False, "2 of 3 files"))
+    assert history.to_deadline() == [ReleaseFleet()]
+    assert history.now_s == began_s + 60
+    assert "not everything reached the bucket in time: 2 of 3 files" in history.said
+
+
+def test_a_clock_shortens_the_wait_for_the_bucket() -> None:
+    history = History.training(flush=True)
+    history.play(TERM, TrainerExited(0), NoneLeft())
+    assert history.state.deadline_s == history.now_s + 20
+    late = History.training(flush=True)
+    late.play(TrainerExited(0), NoneLeft(), TERM)
+    assert late.state.deadline_s == late.now_s + 20
+
+
+def test_sigint_ends_the_wait_for_the_bucket() -> None:
+    history = History.training(flush=True)
+    history.play(TrainerExited(0), NoneLeft())
+    assert history.play(INT) == [ReleaseFleet()]
+
+
+def test_a_daemon_that_dies_while_the_bucket_is_waited_for_is_restarted_and_asked_again() -> None:
+    history = History.training(flush=True)
+    history.play(TrainerExited(5), NoneLeft())
+    for _ in range(sup.MAX_RESTARTS):
+        assert history.play(DaemonDied(-9)) == [StartDaemon()]
+    assert history.play(DaemonDied(-9)) == [Exit(5)], "the trainer's code stands"
+
+
 def test_a_failed_resume_is_said_and_does_not_stop_the_end() -> None:
     history = History.training()
     history.play(TrainerExited(0), NoneLeft())
@@ -383,7 +427,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.trainer_starts = 0
         self.clocked_s: float | None = None
         self.exit: int | None = None
-        self.limits = Limits(start_timeout_s=30.0, drain_s=10.0)
+        self.limits = Limits(start_timeout_s=30.0, drain_s=10.0, flush=True)
         self.state: State
         self.state, commands = sup.begin(self.limits, 0.0)
         self.carry_out(commands)
@@ -401,7 +445,7 @@ class AnyHistory(RuleBasedStateMachine):
                     self.trainer_starts += 1
                 case SignalTrainer():
                     assert self.trainer
-                case StopDaemon() | KillDaemon() | CleanFleet() | ReleaseFleet():
+                case StopDaemon() | KillDaemon() | CleanFleet() | ReleaseFleet() | WatchFlush():
                     assert self.daemon
                 case Exit():
                     self.exit = command.code
@@ -420,6 +464,8 @@ class AnyHistory(RuleBasedStateMachine):
                 CleanFailed("500"),
                 CleanUnanswered("reset"),
                 NoneLeft(),
+                FlushSeen(False, "2 of 3 files"),
+                FlushSeen(True, "all 3 files"),
                 Released(),
                 Released("500"),
                 INT,
