@@ -336,7 +336,12 @@ class Control:
         seen = self.replicas.ledger.cache_cleared() if clears else 0
         timeout_s = WEIGHT_SYNC_TIMEOUT_S if path in LONG else self._control_timeout_s
         targets = self.replicas.fleet.routable()
+        # With a body it may write a version of its own over the run's marker.
+        marks = targets if path == "/finish_weight_update" and body else ()
+        for replica in marks:
+            self.replicas.fleet.marked(replica.id, None, self.replicas.now_s())
         answers = await self._post(targets, target, body or None, timeout_s)
+        await asyncio.gather(*(self._mark(replica) for replica in marks))
         # Who did not answer is out of rotation, and brought to the fleet's state when it is back.
         given: Answers = {id: a for id, a in answers.items() if isinstance(a, Answer)} or answers
         joined = self._join(path, given)
@@ -531,6 +536,11 @@ class Control:
                 outcome,
                 words(answer, 300) if isinstance(answer, Answer) else answer.detail,
             )
+        await self._mark(replica)
+        return names
+
+    async def _mark(self, replica: Replica) -> None:
+        """Leave the run's marker on the process, and believe in it only as read back."""
         self.replicas.fleet.marked(replica.id, None, self.replicas.now_s())
         body = orjson.dumps({"new_version": self._rejoin.run_id})
         await self._post([replica], "/update_weight_version", body)
@@ -539,7 +549,6 @@ class Control:
         self.replicas.fleet.marked(
             replica.id, self._rejoin.run_id if ours else None, self.replicas.now_s()
         )
-        return names
 
     async def release(self) -> Answer:
         """The trainer is gone: nothing is left paused, by the last daemon of this run neither."""

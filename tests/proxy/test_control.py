@@ -325,3 +325,27 @@ async def test_release_leaves_nothing_paused(start, pair):
     assert (await running.client.post("/proxy/release")).status_code == 200
     assert (await running.client.get("/is_paused")).json() == {"is_paused": False}
     assert (await running.complete("tiny", [1])).status_code == 200
+
+
+async def test_a_weight_version_of_the_trainers_own_is_no_restart(start):
+    """It is written over the run's marker; after weights changed, a restart would be for good."""
+    async with (
+        SimulatedReplica(weight_transfer=True) as a,
+        SimulatedReplica(weight_transfer=True) as b,
+    ):
+        running = await start([a.url, b.url])
+        markers = [r.weight_version for r in (a, b)]
+        assert (await running.client.post("/start_weight_update")).status_code == 200
+        version = {"weight_version": "v7"}
+        answer = await running.client.post("/finish_weight_update", json=version)
+        assert answer.status_code == 200
+        assert [r.weight_version for r in (a, b)] == markers
+        probed = [len(r.calls("/weight_info")) for r in (a, b)]
+        await running.until(
+            lambda: all(
+                len(r.calls("/weight_info")) > n + 1 for r, n in zip((a, b), probed, strict=True)
+            )
+        )
+        assert [r.state for r in running.daemon.replicas.fleet] == ["ready", "ready"]
+        await b.restart()
+        await running.until(lambda: running.daemon.replicas.fleet["r1"].excluded_reason != "")
