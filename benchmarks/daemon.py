@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -33,9 +33,14 @@ def connect(url: str) -> httpx.AsyncClient:
 
 @contextlib.asynccontextmanager
 async def daemon(
-    replicas: Sequence[str], log: Path, options: Sequence[str] = ()
+    replicas: Sequence[str],
+    log: Path,
+    options: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
 ) -> AsyncIterator[str]:
     """`rollmux serve` in front of these URLs, on a free port, its output in ``log``.
+
+    ``environ`` is all that it gets of settings by environment.
 
     Yields its URL once all replicas are ready, and ends it afterwards. Raises DaemonGone.
     """
@@ -46,12 +51,13 @@ async def daemon(
         command += ["--replica", replica]
     command += ["--drain-s", "2", *options]
     # What is set for a real fleet must not reach this one.
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("ROLLMUX_", "PROXY_"))}
-    environ.pop("UPSTREAM_URLS", None)
-    environ["PYTHONPATH"] = os.pathsep.join(p for p in (HERE, environ.get("PYTHONPATH")) if p)
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("ROLLMUX_", "PROXY_"))}
+    clean.pop("UPSTREAM_URLS", None)
+    clean["PYTHONPATH"] = os.pathsep.join(p for p in (HERE, clean.get("PYTHONPATH")) if p)
+    clean |= environ or {}
     with listener, log.open("wb") as output:
         child = await asyncio.create_subprocess_exec(
-            *command, stdout=output, stderr=output, pass_fds=(listener.fileno(),), env=environ
+            *command, stdout=output, stderr=output, pass_fds=(listener.fileno(),), env=clean
         )
         listener.close()
         try:

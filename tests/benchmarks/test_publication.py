@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -47,6 +48,27 @@ def test_a_missed_goal_is_an_exit_code(
     assert (code, result["mounts"][0]["met"]) == (1, False)
 
 
+def test_pushed_publications_do_not_wait_for_the_mount(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that would never show the files, so that only a push can bring them."""
+    never = Case("never", 3600.0, lambda folder: LaggingFolder(folder, 3600.0), True)
+    monkeypatch.setattr(publication, "CASES", (never,))
+    monkeypatch.setattr(publication, "PUSHED_S", 30.0)  # whatever else the machine does
+    monkeypatch.setattr(publication, "BETWEEN_S", 0.0)
+    monkeypatch.setattr(publication, "LEARNING", 1)
+    monkeypatch.setattr(sys, "argv", ["publication", "--count", "6", "--json"])
+    assert publication.main() == 0
+    (times,) = json.loads(capsys.readouterr().out)["mounts"]
+    assert (times["pushed"], times["met"]) == (True, True)
+    assert statistics.median(times["attempts"]) == 2
+
+
+def test_a_push_is_held_to_its_own_bound() -> None:
+    assert not Times("late", 2.5, (*[9.0] * LEARNING, 0.31), (), pushed=True).met
+    assert Times("late", 2.5, (*[9.0] * LEARNING, 0.3), (), pushed=True).met
+
+
 @pytest.mark.parametrize(("p50_s", "met"), [(3.0, True), (3.01, False)])
 def test_the_learning_is_not_counted_and_the_bound_is_the_lag_and_half_a_second(
     p50_s: float, met: bool
@@ -72,8 +94,12 @@ def test_half_published_shows_the_configuration_first(tmp_path: Path) -> None:
     assert read_after(3.4)
 
 
-def test_real_replicas_need_the_folder_that_they_see_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["publication", "--url", "http://127.0.0.1:1"])
+@pytest.mark.parametrize("option", [(), ("--push",)])
+def test_real_replicas_need_the_folder_that_they_see_late_or_the_key(
+    monkeypatch: pytest.MonkeyPatch, option: tuple[str, ...]
+) -> None:
+    monkeypatch.delenv("ROLLMUX_PUSH_KEY", raising=False)
+    monkeypatch.setattr(sys, "argv", ["publication", "--url", "http://127.0.0.1:1", *option])
     with pytest.raises(SystemExit) as refused:
         publication.main()
     assert refused.value.code == 2
