@@ -114,13 +114,14 @@ class _Json(logging.Formatter):
     """One JSON object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return orjson.dumps(
-            {
-                "time": self.formatTime(record),
-                "level": record.levelname.lower(),
-                "message": record.getMessage(),
-            }
-        ).decode()
+        line = {
+            "time": self.formatTime(record),
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return orjson.dumps(line).decode()
 
 
 def _start_logging(settings: Settings) -> None:
