@@ -2,8 +2,8 @@
 
 A trainer as TRL's AsyncGRPOTrainer is one: eight rollouts a prompt under a shared template, an
 adapter sync every few seconds (pause, save, load, resume, unload, delete) through a bucket that
-lags. The daemon is the real one, as a child process. Each reply is checked against the weights
-that its policy name stands for.
+lags, or pushed to the replicas. The daemon is the real one, as a child process. Each reply is
+checked against the weights that its policy name stands for.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ TEMPLATE_TOKENS, QUESTION_TOKENS = 96, (24, 120)
 MEAN_REPLY_TOKENS, MAX_REPLY_TOKENS = 120, 400
 SYNC_EVERY_S = 2.0  # between the end of one sync and the start of the next
 MAX_STALENESS = 2
+PUSH_KEY = "demo"
 LAG_S = 1.5  # a bucket shows a file 2 to 3 s after it was written; shortened for a short demo
 VIEW_S = 0.25
 
@@ -253,7 +254,7 @@ class View:
             self.out.write("\n")
 
 
-async def run(seconds: float, count: int, folder: Path) -> dict[str, Any]:
+async def run(seconds: float, count: int, folder: Path, *, push: bool = False) -> dict[str, Any]:
     """The demo itself; ``folder`` is the bucket. Returns the result, see ``summary``."""
     # Without this the daemon would outlive a demo that is told to stop.
     task = asyncio.current_task()
@@ -263,13 +264,23 @@ async def run(seconds: float, count: int, folder: Path) -> dict[str, Any]:
     policies = folder / "run" / ".vllm_lora"
     policies.mkdir(parents=True)
     replicas = [
-        SimulatedReplica(REPLICA, folder=LaggingFolder(folder, LAG_S, 1.0)) for _ in range(count)
+        SimulatedReplica(
+            REPLICA,
+            folder=LaggingFolder(folder, LAG_S, 1.0),
+            push_key=PUSH_KEY if push else None,
+            push_root=folder.with_suffix(".pushed"),
+        )
+        for _ in range(count)
     ]
+    options: tuple[str, ...] = ("--push-cache", str(folder.with_suffix(".cache")))
+    options += ("--adapter-transport", "push" if push else "path")
+    environ = {"ROLLMUX_PUSH_KEY": PUSH_KEY} if push else {}
     async with contextlib.AsyncExitStack() as stack:
         for replica in replicas:
             await stack.enter_async_context(replica)
         log = folder.with_suffix(".log")
-        url = await stack.enter_async_context(daemon([r.url for r in replicas], log))
+        urls = [replica.url for replica in replicas]
+        url = await stack.enter_async_context(daemon(urls, log, options, environ))
         client = await stack.enter_async_context(connect(url))
         trainer = Trainer(client, policies, tally)
         tally.started_s = time.monotonic()
@@ -322,6 +333,7 @@ def summary(
         "publications": len(tally.loads_s),
         "publication_p50_s": round(statistics.median(tally.loads_s), 2) if tally.loads_s else None,
         "publication_max_s": round(max(tally.loads_s), 2) if tally.loads_s else None,
+        "pushed_bytes": total("rollmux_pushed_bytes_total"),
         "load_attempts": total("rollmux_adapter_load_attempts_total"),
         "load_retries": total("rollmux_adapter_load_retries_total"),
         "syncs_s": round(sum(tally.syncs_s), 1),
@@ -337,6 +349,8 @@ def table(result: dict[str, Any]) -> str:
         return f"{key} {result[key]:,} ({result[key] / routed:.1%})"
 
     right = result["rollouts"] - result["wrong_weights"]
+    pushed = result["pushed_bytes"]
+    how = f"{pushed / 1e6:.1f} MB pushed; " if pushed else ""
     rows = [
         ("rollouts", f"{result['rollouts']:,} in {result['seconds']} s"),
         ("by the right weights", f"{right:,} of {result['rollouts']:,}"),
@@ -350,7 +364,7 @@ def table(result: dict[str, Any]) -> str:
         (
             "publications",
             f"{result['publications']}, p50 {result['publication_p50_s']} s, "
-            f"max {result['publication_max_s']} s (the bucket lags {LAG_S} s)",
+            f"max {result['publication_max_s']} s ({how}the bucket lags {LAG_S} s)",
         ),
         ("load attempts", f"{result['load_attempts']}, of them retries {result['load_retries']}"),
         (
@@ -363,10 +377,11 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main(args: argparse.Namespace) -> int:
-    """``args``: seconds, replicas, json. 0, or 1 if a call failed or a reply was wrong."""
+    """``args``: seconds, replicas, push, json. 0, or 1 if a call failed or a reply was wrong."""
     with tempfile.TemporaryDirectory(prefix="rollmux-demo-") as directory:
         try:
-            result = uvloop.run(run(args.seconds, args.replicas, Path(directory) / "bucket"))
+            folder = Path(directory) / "bucket"
+            result = uvloop.run(run(args.seconds, args.replicas, folder, push=args.push))
         except DaemonGone as error:
             print(f"rollmux demo: {error}", file=sys.stderr)
             return 1

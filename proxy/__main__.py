@@ -286,6 +286,11 @@ def parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
         "--replicas", type=_positive(int), default=2, help="how many (default: %(default)d)"
     )
     demo.add_argument(
+        "--push",
+        action="store_true",
+        help="push adapters to the replicas instead of waiting for the bucket (default: off)",
+    )
+    demo.add_argument(
         "--json", action="store_true", help="end with JSON instead of a table (default: off)"
     )
     doctor = command(

@@ -27,7 +27,7 @@ def test_the_result_tells_of_rollouts_syncs_and_routing(
 ) -> None:
     quicker(monkeypatch)
     monkeypatch.setenv("ROLLMUX_PORT", "nonsense")  # a real fleet's settings do not reach it
-    assert demo.main(argparse.Namespace(seconds=4, replicas=2, json=True)) == 0
+    assert demo.main(argparse.Namespace(seconds=4, replicas=2, push=False, json=True)) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["rollouts"] > 0
     assert (result["failures"], result["wrong_weights"]) == ([], 0)
@@ -35,7 +35,17 @@ def test_the_result_tells_of_rollouts_syncs_and_routing(
     assert set(result["routed_per_replica"]) == {"r0", "r1"}
     assert result["publications"] >= 2
     assert result["load_attempts"] >= 2 * result["publications"]
-    assert (result["stalled_s"], result["preemptions"]) == (0, 0)
+    assert (result["stalled_s"], result["preemptions"], result["pushed_bytes"]) == (0, 0, 0)
+
+
+def test_a_demo_by_push_does_not_wait_for_the_bucket(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The bucket would never show an adapter: without a push there is no first publication."""
+    quicker(monkeypatch)
+    monkeypatch.setattr(demo, "LAG_S", 3600.0)
+    assert demo.main(argparse.Namespace(seconds=4, replicas=2, push=True, json=False)) == 0
+    assert "MB pushed; the bucket lags 3600.0 s" in capsys.readouterr().out
 
 
 def test_replies_by_other_weights_than_the_named_ones_fail_the_demo(
@@ -43,7 +53,7 @@ def test_replies_by_other_weights_than_the_named_ones_fail_the_demo(
 ) -> None:
     quicker(monkeypatch)
     monkeypatch.setattr(demo, "read_adapter", lambda *_: "another digest")
-    assert demo.main(argparse.Namespace(seconds=3, replicas=1, json=False)) == 1
+    assert demo.main(argparse.Namespace(seconds=3, replicas=1, push=False, json=False)) == 1
     assert "by the right weights         0 of" in capsys.readouterr().out
 
 
