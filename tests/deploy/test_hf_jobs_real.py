@@ -114,7 +114,8 @@ def test_up_a_replica_replaced_mid_run_the_trainer_finishes_nothing_left(machine
     (tmp_path / "train.py").write_text(TRAIN)
     adapter = write_adapter(hub.folder / "trl-policy-v1", hidden=16, layers=1)
     arguments = [str(tmp_path), str(adapter)]
-    code = up(hub, "--", "python", str(tmp_path / "train.py"), *arguments)
+    flush = ["--flush-path", str(hub.folder)]
+    code = up(hub, *flush, "--", "python", str(tmp_path / "train.py"), *arguments)
     assert code == 0, hub.told()
     assert [(j.role, j.stage) for j in hub.jobs] == [
         ("replica", "RUNNING"),
@@ -126,11 +127,14 @@ def test_up_a_replica_replaced_mid_run_the_trainer_finishes_nothing_left(machine
     assert "price now $15.02 an hour" in capfd.readouterr().out
 
     hub.until((tmp_path / "training").exists, LIMIT_S)
+    pushed = {path.name[:13] for path in (tmp_path / "pushed").glob("*/*-*")}
+    assert pushed == {"trl-policy-v1"}, "by the endpoint that the replica's command set up"
     lost = hub.jobs[0]
     os.killpg(lost.process.pid, signal.SIGKILL)
     hub.until(lambda: not trainer.live, 2 * LIMIT_S)
     assert trainer.stage == "COMPLETED", hub.told()
     assert "replaced and trained on" in trainer.log
+    assert f"rollmux run: the bucket lists all 2 files of {hub.folder}" in trainer.log
     assert lost.stage == "ERROR"
     replaced = hub.jobs[3]
     assert replaced.labels == lost.labels
