@@ -350,7 +350,7 @@ def table(result: dict[str, Any]) -> str:
 
     right = result["rollouts"] - result["wrong_weights"]
     pushed = result["pushed_bytes"]
-    how = f"{pushed / 1e6:.1f} MB pushed; " if pushed else ""
+    how = f"{pushed / 1e3:,.0f} kB pushed; " if pushed else ""
     rows = [
         ("rollouts", f"{result['rollouts']:,} in {result['seconds']} s"),
         ("by the right weights", f"{right:,} of {result['rollouts']:,}"),

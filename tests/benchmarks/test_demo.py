@@ -45,7 +45,7 @@ def test_a_demo_by_push_does_not_wait_for_the_bucket(
     quicker(monkeypatch)
     monkeypatch.setattr(demo, "LAG_S", 3600.0)
     assert demo.main(argparse.Namespace(seconds=4, replicas=2, push=True, json=False)) == 0
-    assert "MB pushed; the bucket lags 3600.0 s" in capsys.readouterr().out
+    assert "kB pushed; the bucket lags 3600.0 s" in capsys.readouterr().out
 
 
 def test_replies_by_other_weights_than_the_named_ones_fail_the_demo(
