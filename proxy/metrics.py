@@ -104,6 +104,8 @@ class Metrics:
         self.policy_version.set(-1)
         for outcome in ("committed", "rolled_back", "stranded"):
             self.publications.labels(outcome)
+        for outcome in ("agree", "differ", "unclear"):
+            self.weight_proofs.labels(outcome)
         for reason in ("affinity", "spilled", "unmatched"):
             self.decisions.labels(reason)
         self._words: set[str] = {"affinity", "spilled", "unmatched"}

@@ -147,6 +147,9 @@ class Status:
         metrics.adapters_live.set(len(ledger.live))
         metrics.paused.set(self._pause.paused)
         metrics.requests_held.set(self.held())
+        for replica in self._replicas.fleet:
+            # 0 from the start: a rate needs a first value, and an alert waits for this one's.
+            metrics.gave_up_seconds.labels(replica.id)
         metrics.prefix_blocks.set(self._replicas.router.tracked_blocks)
         if ledger.latest is not None:
             metrics.policy_version.set(ledger.policy_version)
