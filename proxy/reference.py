@@ -1,4 +1,4 @@
-"""The reference tables in docs/, made from the source.
+"""What is made from the source in docs/: reference tables, and a worked example.
 
 ``python -m proxy.reference`` (``make docs``) rewrites what stands between the markers of a table.
 """
@@ -13,6 +13,7 @@ from proxy.errors import TABLE, AdapterRefused
 from proxy.settings import OLD_NAMES, OptionInfo, options
 
 ROOT = Path(__file__).parents[1]
+STICKY = ROOT / "docs/examples/sticky"
 
 
 COMMANDS = ("run", "demo", "routers")
@@ -68,9 +69,22 @@ def errors_table() -> str:
     return "\n".join(rows)
 
 
+def example() -> str:
+    """The policy of the worked example, as it is."""
+    return f"```python\n{(STICKY / 'rollmux_sticky.py').read_text('utf-8')}```"
+
+
+def entry_point() -> str:
+    """The lines of its ``pyproject.toml`` that give it a name."""
+    text = (STICKY / "pyproject.toml").read_text("utf-8")
+    table = text[text.index("[project.entry-points") :].partition("\n\n")[0]
+    return f"```toml\n{table}\n```"
+
+
 TABLES = {
     "docs/settings.md": {"settings": settings_table, "commands": commands_table},
     "docs/migration.md": {"old-names": old_names_table},
+    "docs/plugins.md": {"example": example, "entry-point": entry_point},
     "docs/errors.md": {"errors": errors_table},
 }
 """Which page has which tables."""
