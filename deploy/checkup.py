@@ -133,9 +133,15 @@ async def check(settings: Settings, secrets: Secrets, wanted: Wanted, progress: 
         max_bytes=1 << 20,
         timeout_s=settings.attempt_timeout_s,
     )
-    ask_push = secrets.push_key is not None and settings.adapter_transport != "path"
     try:
-        examination = Examination(calls, bearer, pushing, urls, ask_push=ask_push)
+        examination = Examination(
+            calls,
+            bearer,
+            pushing,
+            urls,
+            push_wanted=settings.adapter_transport != "path",
+            push_key=secrets.push_key is not None,
+        )
         symptoms = await _told(examination.look(), progress, examination.progress)
         fleet = Fleet(symptoms, asked)
         if wanted.beacon is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from broadcast.joins import disagreements
 from deploy.reading import BARRIERS, Ailment, Level, fail, read, warn
-from deploy.symptoms import BEACON_PREFIX, Asked, Held, Sighting, Symptoms, TokenUse
+from deploy.symptoms import BEACON_PREFIX, Asked, Held, PushUse, Sighting, Symptoms, TokenUse
 from proxy.control import POLICY_PREFIX
 from proxy.rejoin import MARKER_PREFIX
 from proxy.upstream import IDLE_S
@@ -561,23 +561,23 @@ def _push(fleet: Fleet) -> Finding:
 
     Fix: give the endpoint's key with `--push-key-env NAME`; start vLLM with the middleware.
     """
-    asked = {r.id: r.push for r in fleet.open if r.push is not None}
-    if not asked:
-        shown = "by the shared path to all: no key of push endpoints is given"
-        return _finding("push", fleet, [r.id for r in fleet.open], {}, shown)
-    required = fleet.asked.push_required
     ailing = {}
-    for id, why in asked.items():
-        if why and required:
-            ailing[id] = fail(why, "see docs: replicas need the push endpoint with this key")
-        elif why and "no push endpoint" not in why:
-            fix = "check the key: ROLLMUX_PUSH_KEY there and --push-key-env here; or use the path"
-            ailing[id] = warn(f"by the shared path: {why}", fix)
-    pushed = [id for id, why in asked.items() if not why]
-    by_path = [id for id, why in asked.items() if why]
+    for r in fleet.open:
+        if r.push is PushUse.TROUBLE:
+            fix = "give the key that the replica has as ROLLMUX_PUSH_KEY with --push-key-env NAME"
+            level = Level.FAIL if fleet.asked.push_required else Level.WARN
+            ailing[r.id] = Ailment(level, r.push_trouble, fix)
+        elif r.push is PushUse.ABSENT and fleet.asked.push_required:
+            ailing[r.id] = fail(
+                "it has no push endpoint",
+                "start vLLM with --middleware rollmux_push.AdapterPush, "
+                "or leave --adapter-transport at auto",
+            )
+    pushed = [r.id for r in fleet.open if r.push is PushUse.PUSHED]
+    by_path = [r.id for r in fleet.open if r.push is not PushUse.PUSHED]
     parts = [f"pushed to {', '.join(pushed)}"] if pushed else []
     parts += [f"by the shared path to {', '.join(by_path)}"] if by_path else []
-    return _finding("push", fleet, tuple(asked), ailing, "; ".join(parts))
+    return _finding("push", fleet, pushed + by_path, ailing, "; ".join(parts))
 
 
 @_check("beacon")

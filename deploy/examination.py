@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from broadcast.answer import NoAnswer
-from deploy.symptoms import Looks, Symptoms, TokenUse
+from deploy.symptoms import Looks, PushUse, Symptoms, TokenUse
 from proxy.calls import Calls
-from proxy.pushing import Pushing
+from proxy.pushing import ENDPOINT, Pushing
 from proxy.tokens import Bearer
 from routing.ids import ReplicaId
 
@@ -24,7 +24,7 @@ AT_ONCE = 32
 class Examination:
     """``urls`` by replica, in the fleet's order; ``done`` fills while it runs.
 
-    ``ask_push``: there is a key for push endpoints, and they are wanted.
+    ``push_key``: there is a key for push endpoints.
     """
 
     def __init__(
@@ -34,13 +34,15 @@ class Examination:
         pushing: Pushing,
         urls: dict[ReplicaId, str],
         *,
-        ask_push: bool,
+        push_wanted: bool,
+        push_key: bool,
     ) -> None:
         self.done: dict[ReplicaId, Symptoms] = {}
         self._calls = calls
         self._bearer = bearer
         self._pushing = pushing
-        self._ask_push = ask_push
+        self._push_wanted = push_wanted
+        self._push_key = push_key
         self._urls = urls
         self._turn = asyncio.Semaphore(AT_ONCE)
 
@@ -78,8 +80,18 @@ class Examination:
                     for _ in range(INFOS)
                 ),
             )
-            push: str | None = None
-            if self._ask_push:
-                push = await self._pushing.find(replica, f"{replica} ({url})")
+            push, trouble = PushUse.UNWANTED, ""
+            if self._push_wanted:
+                push, trouble = await self._ask_push(replica, url)
             looks = Looks(models, paused, sleeping, weights, metrics, unloaded, tuple(infos))
-            self.done[replica] = Symptoms(replica, url, token, version, looks, push)
+            self.done[replica] = Symptoms(replica, url, token, version, looks, push, trouble)
+
+    async def _ask_push(self, replica: ReplicaId, url: str) -> tuple[PushUse, str]:
+        """Without the key first: an endpoint that is there refuses that, and no other says so."""
+        bare = await self._calls(replica, "GET", ENDPOINT, timeout_s=LOOK_S)
+        if isinstance(bare, NoAnswer) or bare.status not in (401, 403):
+            return PushUse.ABSENT, ""
+        if not self._push_key:
+            return PushUse.TROUBLE, "it takes pushed adapters, but there is no key here"
+        why = await self._pushing.find(replica, f"{replica} ({url})")
+        return (PushUse.TROUBLE, why) if why else (PushUse.PUSHED, "")

@@ -54,16 +54,16 @@ class Hold:
                 self.told[replica] = Held(0.0, f"it cannot be paused: {_words(paused)}")
                 return
             async with asyncio.TaskGroup() as group:
-                reply = group.create_task(self._reply(replica, model), name=f"reply {replica}")
+                sent_s = asyncio.get_running_loop().time()
+                asking = self._reply(replica, model, sent_s)
+                reply = group.create_task(asking, name=f"reply {replica}")
                 await asyncio.wait((reply,), timeout=self._seconds)
                 await self._resume(replica)
             self.told[replica] = reply.result()
         finally:
             await self._resume(replica)  # once more: the first may have been lost, or never sent
 
-    async def _reply(self, replica: ReplicaId, model: str) -> Held:
-        loop = asyncio.get_running_loop()
-        sent_s = loop.time()
+    async def _reply(self, replica: ReplicaId, model: str, sent_s: float) -> Held:
         body = {"model": model, "prompt": [1], "max_tokens": 1, "temperature": 0}
         answer = await self._calls(
             replica,
@@ -72,7 +72,7 @@ class Hold:
             json.dumps(body).encode(),
             timeout_s=self._seconds + REPLY_S,
         )
-        seconds = loop.time() - sent_s
+        seconds = asyncio.get_running_loop().time() - sent_s
         whole = isinstance(answer, Answer) and answer.ok and b'"choices"' in answer.body
         return Held(seconds, "" if whole else _words(answer))
 

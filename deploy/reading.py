@@ -11,7 +11,7 @@ from typing import Any
 from broadcast.answer import Answer, Cause, NoAnswer
 from broadcast.answers import UnloadOutcome, classify_unload, read_models, words
 from broadcast.joins import Facts, facts
-from deploy.symptoms import Shown, Symptoms, TokenUse
+from deploy.symptoms import PushUse, Shown, Symptoms, TokenUse
 from proxy.control import requests_running
 from proxy.judge import Verdict, judge
 from routing.ids import ReplicaId
@@ -62,7 +62,8 @@ class Reading:
     marker: str = ""
     paused: bool = False
     asleep: bool = False
-    push: str | None = None
+    push: PushUse = PushUse.UNWANTED
+    push_trouble: str = ""
 
 
 def fail(seen: str, fix: str) -> Ailment:
@@ -103,6 +104,7 @@ def read(of: Symptoms) -> Reading:
         paused=(_object(looks.paused) or {}).get("is_paused") is True,
         asleep=(_object(looks.sleeping) or {}).get("is_sleeping") is True,
         push=of.push,
+        push_trouble=of.push_trouble,
     )
 
 

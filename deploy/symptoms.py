@@ -24,6 +24,18 @@ class TokenUse(StrEnum):
     """There is one, but this URL may not have it (``proxy/tokens.py``, ``Bearer.allowed``)."""
 
 
+class PushUse(StrEnum):
+    """Whether adapters will be pushed to a replica."""
+
+    UNWANTED = "unwanted"
+    """Nobody asked: ``--adapter-transport path``."""
+    PUSHED = "pushed"
+    ABSENT = "absent"
+    """It has no push endpoint."""
+    TROUBLE = "trouble"
+    """It has one, but cannot be pushed to; ``push_trouble`` says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Looks:
     """The answers of a replica that answered at all; asked at once, on connections of their own."""
@@ -55,9 +67,8 @@ class Symptoms:
     version: Shown
     """``GET /version``"""
     looks: Looks | None = None
-    push: str | None = None
-    """Empty where adapters will be pushed to it, else why not; None where nobody asked, because
-    there is no push key or ``--adapter-transport path`` was given."""
+    push: PushUse = PushUse.UNWANTED
+    push_trouble: str = ""
 
 
 @dataclass(frozen=True, slots=True)

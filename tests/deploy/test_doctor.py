@@ -414,16 +414,21 @@ async def connections_that_are_closed_early(ward: Ward) -> None:
     await ward.tell(1, env__VLLM_HTTP_TIMEOUT_KEEP_ALIVE=2)
 
 
-@planted("push", "push endpoint", seen="no push endpoint", on=BOTH)
+@planted("push", "--middleware rollmux_push.AdapterPush", seen="no push endpoint", on=BOTH)
 async def no_push_endpoint(ward: Ward) -> None:
     ward.settings = {"adapter_transport": "push"}
     ward.secrets = Secrets(push_key="key")
 
 
-@planted("push", "ROLLMUX_PUSH_KEY", level=Level.WARN, seen="401 wrong")
+@planted("push", "--push-key-env", level=Level.WARN, seen="401")
 async def another_push_key(ward: Ward) -> None:
     ward.secrets = Secrets(push_key="key")
-    ward.replicas[1].faults.add("/rollmux/push", status=401, body=b'{"error":"wrong"}')
+    await ward.replace(push_key="another", push_root=ward.folder / "pushed")
+
+
+@planted("push", "--push-key-env", level=Level.WARN, seen="there is no key here")
+async def no_push_key(ward: Ward) -> None:
+    await ward.replace(push_key="key", push_root=ward.folder / "pushed")
 
 
 @planted("beacon", "mount the folder", seen="No adapter found")
@@ -548,6 +553,26 @@ async def test_a_beacon_is_timed_on_the_replica_that_sees_it_late(ward: Ward):
     assert ailing(report) == {}
 
 
+async def test_a_beacon_is_pushed_where_adapters_will_be(ward: Ward):
+    """The second replica never sees the folder, and does not need to."""
+    await ward.replace(
+        folder=LaggingFolder(ward.folder / "run", 1e9, 0.0),
+        push_key="key",
+        push_root=ward.folder / "pushed",
+    )
+    (ward.folder / "run").mkdir()
+    ward.secrets = Secrets(push_key="key")
+    ward.wanted = {"beacon": ward.folder / "run"}
+    report = await ward.examine()
+    assert ailing(report) == {}
+    beacon = report.asked.beacon
+    assert isinstance(beacon, dict)
+    assert (beacon[R0].pushed, beacon[R1].pushed) == (False, True)
+    (push,) = [f for f in report.findings if f.check == "push"]
+    assert push.seen == "pushed to r1; by the shared path to r0"
+    assert not list((ward.folder / "pushed").glob("**/*.safetensors"))
+
+
 async def test_a_beacon_is_cleared_away_when_the_doctor_is_interrupted(ward: Ward):
     await ward.replace(folder=LaggingFolder(ward.folder, 1e9, 0.0))
     ward.wanted = {"beacon": ward.folder}
@@ -581,12 +606,18 @@ async def test_a_replica_in_use_is_not_paused_for_a_measurement(ward: Ward):
 
 async def test_what_takes_long_says_how_far_it_is(ward: Ward, monkeypatch):
     monkeypatch.setattr(checkup, "SILENT_S", 0.05)
-    monkeypatch.setattr(examination, "LOOK_S", 1.0)
+    monkeypatch.setattr(checkup, "REPEAT_S", 0.05)
     ward.replicas[1].faults.add("/v1/models", hang=True)
     said: list[str] = []
-    report = await ward.examine(said.append)
+
+    def say(line: str) -> None:
+        said.append(line)
+        if len(ward.replicas[1].calls("/server_info")) == examination.INFOS:
+            ward.replicas[1].refuse()  # hangs up on the call that nobody answers
+
+    report = await ward.examine(say)
     assert ailing(report) == {"vllm": Level.FAIL}
-    assert any(re.search(r"looked at \d of 2 replicas; waiting for .*r1", line) for line in said)
+    assert re.search(r"looked at \d of 2 replicas; waiting for .*r1", said[-1])
 
 
 # --- where replicas come from -------------------------------------------------------------------
