@@ -12,7 +12,7 @@ import ssl
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -94,13 +94,12 @@ def main(settings: Settings, secrets: Secrets, wanted: Wanted, *, out: Say, prog
     # What the daemon would log is what the doctor reports, in its own words.
     logging.getLogger("rollmux").addHandler(logging.NullHandler())
     report = asyncio.run(check(settings, secrets, wanted, progress))
-    known = [secrets.token, secrets.hf_token, secrets.hub_token, secrets.api_key]
-    known += [secrets.admin_key, secrets.push_key]
-    shown = [as_json(report)] if wanted.as_json else lines(report)
-    for line in shown:
-        for secret in filter(None, known):
-            line = line.replace(secret, "***")
-        out(line)
+    told = clean(as_data(report), secrets)
+    if wanted.as_json:
+        out(json.dumps(told, indent=2, ensure_ascii=False))
+    else:
+        for line in lines(told):
+            out(line)
     return report.ok
 
 
@@ -216,21 +215,8 @@ async def _told(work: Coroutine[Any, Any, T], say: Say, progress: Callable[[], s
     return task.result()
 
 
-def lines(report: Report) -> list[str]:
-    """One line a check, and a last one that counts them."""
-    width = max(len(finding.check) for finding in report.findings)
-    shown = []
-    for found in report.findings:
-        fix = f"; fix: {found.fix}" if found.fix else ""
-        shown.append(f"{found.level:<4}  {found.check:<{width}}  {found.seen}{fix}")
-    failed, warned = report.count(Level.FAIL), report.count(Level.WARN)
-    verdict = "a run can start" if report.ok else "mend what failed first"
-    shown.append(f"{len(report.symptoms)} replicas, {failed} failed, {warned} warnings: {verdict}")
-    return shown
-
-
-def as_json(report: Report) -> str:
-    """The same as one JSON object; its shape is in ``docs/doctor.md``."""
+def as_data(report: Report) -> dict[str, Any]:
+    """All of it, ready for JSON; the shape is in ``docs/doctor.md``."""
     beacon = report.asked.beacon if isinstance(report.asked.beacon, dict) else {}
     held = report.asked.held or {}
     replicas = [
@@ -242,18 +228,39 @@ def as_json(report: Report) -> str:
         }
         for each in report.symptoms
     ]
-    return json.dumps(
-        {
-            "version": version(),
-            "ok": report.ok,
-            "failed": report.count(Level.FAIL),
-            "warnings": report.count(Level.WARN),
-            "replicas": replicas,
-            "checks": [asdict(finding) for finding in report.findings],
-        },
-        indent=2,
-        ensure_ascii=False,
-    )
+    return {
+        "version": version(),
+        "ok": report.ok,
+        "failed": report.count(Level.FAIL),
+        "warnings": report.count(Level.WARN),
+        "replicas": replicas,
+        "checks": [asdict(finding) for finding in report.findings],
+    }
+
+
+def clean(value: Any, secrets: Secrets) -> Any:
+    """``value`` without the secrets that a replica may have sent back."""
+    if isinstance(value, str):
+        for secret in filter(None, astuple(secrets)):
+            value = value.replace(secret, "***")
+        return value
+    if isinstance(value, dict):
+        return {key: clean(inner, secrets) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [clean(inner, secrets) for inner in value]
+    return value
+
+
+def lines(told: Mapping[str, Any]) -> list[str]:
+    """One line a check, and a last one that counts them."""
+    width = max(len(found["check"]) for found in told["checks"])
+    shown = []
+    for found in told["checks"]:
+        fix = f"; fix: {found['fix']}" if found["fix"] else ""
+        shown.append(f"{found['level']:<4}  {found['check']:<{width}}  {found['seen']}{fix}")
+    verdict = "a run can start" if told["ok"] else "mend what failed first"
+    counts = f"{told['failed']} failed, {told['warnings']} warnings"
+    return [*shown, f"{len(told['replicas'])} replicas, {counts}: {verdict}"]
 
 
 def to_stderr(line: str) -> None:

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 DEADLINE_S = 30.0
 LOAD = "/v1/load_lora_adapter"
 R0, R1 = ReplicaId("r0"), ReplicaId("r1")
-TOKEN = "hf_secret_token"
+TOKEN = 'hf_secret"token'  # with a character that JSON escapes
 authority = test_tls.authority  # a fixture
 
 
@@ -728,11 +728,14 @@ async def test_json_has_the_documented_shape(ward: Ward):
 
 @pytest.mark.parametrize("flag", [[], ["--json"]])
 async def test_a_token_that_a_replica_echoes_is_not_shown(ward: Ward, flag: list[str]):
-    ward.replicas[1].faults.add("*", status=404, body=f"no page for {TOKEN}".encode())
+    ward.replicas[0].faults.add("*", status=404, body=f"no page for {TOKEN}".encode())
+    version = json.dumps({"version": TOKEN}).encode()
+    ward.replicas[1].faults.add("/version", status=200, body=version)
     code, out, err = await command(*each(ward.urls), "--token-env", "T", *flag, T=TOKEN)
     assert code == 1
     assert "no page for ***" in out
-    assert TOKEN not in out + err
+    assert "vLLM ***" in out
+    assert TOKEN[:9] not in out + err
     seen = {arrival.header("authorization") for arrival in ward.replicas[0].log}
     assert seen == {f"Bearer {TOKEN}"}, "it was sent all the same"
 
