@@ -259,27 +259,27 @@ def _up(given: argparse.Namespace, command: Sequence[str], environ: Mapping[str,
     # What does not need the Hub is checked before it is asked.
     _plan(given, command, given.namespace or "me", environ)
     stop = Stop()
-    who, say = _who(environ)
-    with stop.catching(), _hub(given, who, say, stop) as hub:
+    who = credentials(environ)
+    with stop.catching(), _hub(given, who, stop) as hub:
         plan = _plan(given, command, hub.login(given.namespace), environ)
         values = {name: environ.get(name, "") for name in (*plan.secrets, *plan.replica_secrets)}
         values |= {"HF_TOKEN": who.token, PUSH_KEY: random_secrets.token_urlsafe(32)}
-        trainer = up(plan, hub, values, stop, say)
+        trainer = up(plan, hub, values, stop, stderr)
         stop.masked = False
         print(f"run {plan.run} is up: {trainer.url}")
         for name in ("status", "logs -f", "down"):
             print(f"  rollmux deploy hf {name} --run {plan.run}")
         sys.stdout.flush()
-        return _wait(plan, trainer.id, hub, stop, say) if given.wait else FINE
+        return _wait(plan, trainer.id, hub, stop) if given.wait else FINE
 
 
-def _wait(plan: Plan, id: str, hub: Hub, stop: Stop, say: Any) -> int:
+def _wait(plan: Plan, id: str, hub: Hub, stop: Stop) -> int:
     try:
-        completed = wait(plan.run, id, hub, stop, say, poll_s=plan.poll_s)
+        completed = wait(plan.run, id, hub, stop, stderr, poll_s=plan.poll_s)
     except Interrupted as first:
         # The run needs nobody here. Who means to end it says so twice.
         stop.forget()
-        say(f"the run goes on; once more within {SECOND_SIGNAL_S:g} s ends all of it")
+        stderr(f"the run goes on; once more within {SECOND_SIGNAL_S:g} s ends all of it")
         try:
             stop.sleep(SECOND_SIGNAL_S)
         except Interrupted:
@@ -294,7 +294,7 @@ def _wait(plan: Plan, id: str, hub: Hub, stop: Stop, say: Any) -> int:
 def _dry_run(given: argparse.Namespace, command: Sequence[str], environ: Mapping[str, str]) -> int:
     namespace, prices, why = given.namespace, {}, ""
     try:
-        who, _ = _who(environ)
+        who = credentials(environ)
         with Hub(who, say=lambda _: None, patience_s=DRY_PATIENCE_S) as hub:
             namespace = hub.login(namespace)
             prices = hub.prices()
@@ -339,8 +339,7 @@ def _show(spec: JobSpec) -> None:
 
 
 def _status(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    who, say = _who(environ)
-    with _hub(given, who, say) as hub:
+    with _hub(given, credentials(environ)) as hub:
         hub.login(given.namespace)
         jobs = _of_run(hub, given.run, all_launches=given.all)
         prices = hub.prices()
@@ -385,20 +384,18 @@ def _of_run(hub: Hub, run: str, *, all_launches: bool = False) -> list[JobInfo]:
 
 def _logs(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
     wanted = TRAINER if given.replica is None else f"replica {given.replica}"
-    who, say = _who(environ)
-    with _hub(given, who, say) as hub:
+    with _hub(given, credentials(environ)) as hub:
         hub.login(given.namespace)
         jobs = [job for job in _of_run(hub, given.run) if name_of(job) == wanted]
         if not jobs:
             raise HubError(f"no Job is the {wanted} of the run {given.run}")
         for line in hub.logs(jobs[-1].id, follow=given.follow, tail=given.tail):
-            print(line.replace(who.token, "***"), flush=True)
+            print(line, flush=True)
     return FINE
 
 
 def _down(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    who, say = _who(environ)
-    with _hub(given, who, say) as hub:
+    with _hub(given, credentials(environ)) as hub:
         hub.login(given.namespace)
         count = hub.cancel_all({"run": given.run}, given.poll_s)
     print(f"run {given.run}: {count} Jobs ended" if count else f"run {given.run}: nothing lives")
@@ -407,23 +404,17 @@ def _down(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 def _trainer(command: Sequence[str], environ: Mapping[str, str]) -> int:
     plan = Plan.from_json(environ.get(PLAN, ""))
-    who, say = _who(environ)
+    who = credentials(environ)
     watch_stop = Stop()
     with (
-        Hub(who, say=say, patience_s=plan.patience_s) as hub,
-        Hub(who, say=say, patience_s=plan.patience_s, stop=watch_stop) as watch_hub,
+        Hub(who, say=stderr, patience_s=plan.patience_s) as hub,
+        Hub(who, say=stderr, patience_s=plan.patience_s, stop=watch_stop) as watch_hub,
     ):
         hub.login(plan.namespace)
         watch_hub.login(plan.namespace)
-        return run_trainer(plan, command, hub, watch_hub, watch_stop, environ, say)
+        return run_trainer(plan, command, hub, watch_hub, watch_stop, environ, stderr)
 
 
-def _who(environ: Mapping[str, str]) -> tuple[Credentials, Any]:
-    """The credentials, and a way to say things in which the token never appears."""
-    who = credentials(environ)
-    return who, lambda text: stderr(text.replace(who.token, "***"))
-
-
-def _hub(given: argparse.Namespace, who: Credentials, say: Any, stop: Stop | None = None) -> Hub:
+def _hub(given: argparse.Namespace, who: Credentials, stop: Stop | None = None) -> Hub:
     retry_s = min(1.0, given.poll_s)
-    return Hub(who, say=say, stop=stop, patience_s=given.hub_patience_s, retry_s=retry_s)
+    return Hub(who, say=stderr, stop=stop, patience_s=given.hub_patience_s, retry_s=retry_s)

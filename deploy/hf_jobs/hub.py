@@ -309,16 +309,17 @@ class Hub:
         raise AssertionError("the count has no end")
 
     def logs(self, id: str, *, follow: bool = False, tail: int | None = None) -> Iterable[str]:
-        """Lines of a Job's log, until now or until its end."""
+        """Lines of a Job's log, until now or until its end. The token is blotted out."""
         from huggingface_hub.errors import HfHubHTTPError
 
         lines = self._api.fetch_job_logs(
             job_id=id, namespace=self.namespace, follow=follow, tail=tail
         )
         try:
-            yield from lines
+            for line in lines:
+                yield self._clean(line)
         except HfHubHTTPError as error:
-            raise HubError(f"reading a log: {_reason(error)}") from error
+            raise HubError(f"reading a log: {self._clean(_reason(error))}") from error
         except _transport() as error:
             raise HubError(f"reading a log: no answer ({type(error).__name__})") from error
 
@@ -353,6 +354,10 @@ class Hub:
             if item.unit_label in UNITS_PER_HOUR
         }
 
+    def _clean(self, text: str) -> str:
+        """Whatever the Hub or a log may echo, the token is shown nowhere."""
+        return text.replace(self._who.token, "***")
+
     def _patiently(self, what: str, call: Callable[[], T]) -> T:
         from huggingface_hub.errors import HfHubHTTPError
 
@@ -364,7 +369,7 @@ class Hub:
             try:
                 return call()
             except HfHubHTTPError as error:
-                why = _reason(error)
+                why = self._clean(_reason(error))
                 if error.response.status_code not in PASSING:
                     raise HubError(f"{what}: {why}") from error
             except _transport() as error:

@@ -46,6 +46,8 @@ class Job:
     process: subprocess.Popen[str] | None = None
     url: str | None = None
     """Where its exposed port is."""
+    listed: bool = True
+    """Whether lists show it: they may lag behind what was started."""
     health: int = 200
     """What ``/health`` of a Job answers that is no process."""
 
@@ -100,6 +102,8 @@ class FakeHub:
         self.calls: list[str] = []
         self.failures = 0
         """So many next calls are answered 503."""
+        self.refusals: dict[str, tuple[int, str]] = {}
+        """Calls, as METHOD PATH, that are answered with a status and an error."""
         self.cut_replies: list[str] = []
         """Calls, as METHOD PATH, that are carried out and whose reply is lost."""
         self.on_call: Callable[[str], None] = lambda call: None
@@ -173,7 +177,7 @@ class FakeHub:
     @staticmethod
     def _kill(process: subprocess.Popen[str]) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
+            process.terminate()  # as a container's runtime: its first process only
         try:
             process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
@@ -298,6 +302,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("authorization") != f"Bearer {TOKEN}":
             return self._json(401, {"error": "Invalid credentials in Authorization header"})
         body = json.loads(raw) if raw else {}
+        if call in hub.refusals:
+            status, why = hub.refusals[call]
+            return self._json(status, {"error": why})
         answer = self._answer(call, at.path.strip("/").split("/"), parse_qs(at.query), body)
         if call in hub.cut_replies:
             hub.cut_replies.remove(call)
@@ -374,7 +381,9 @@ class _Handler(BaseHTTPRequestHandler):
             found = [
                 job.reply()
                 for job in self.hub.jobs
-                if (not stages or job.stage in stages) and wanted.items() <= job.labels.items()
+                if job.listed
+                and (not stages or job.stage in stages)
+                and wanted.items() <= job.labels.items()
             ]
         first = int(query.get("cursor", ["0"])[0])
         headers = {}

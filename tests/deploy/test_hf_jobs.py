@@ -144,13 +144,19 @@ def test_a_replica_that_fails_to_start_ends_the_start_with_its_last_words(hub, r
 
 
 def test_a_trainer_job_that_dies_before_it_looks_after_the_replicas_ends_them(hub, rollmux):
-    def fail_trainer(job):
+    def run_job(job):
         job.stage = "RUNNING"
         if job.role == "trainer":
-            job.log.append("No solution found when resolving rollmux")
-            hub.end(job, "ERROR")
+            job.log.append("installing")
 
-    hub._run_job = fail_trainer
+    def on_call(call):
+        if hub.live("trainer") and call.endswith("/logs"):
+            hub.jobs[-1].log.append("No solution found when resolving rollmux")
+            if len(hub.jobs[-1].log) == 4:
+                hub.end(hub.jobs[-1], "ERROR")
+
+    hub._run_job = run_job
+    hub.on_call = on_call
     code, _, err = rollmux(*UP, *TRAIN)
     assert code == 1
     assert "No solution found" in err
@@ -242,18 +248,21 @@ def test_a_start_whose_answer_is_lost_starts_no_second_job(hub, rollmux, cut):
 
 def test_a_start_without_an_answer_is_looked_for_before_all_is_said_to_be_ended(hub, rollmux):
     """The Job shows up in the Hub's list only after the interrupt's first look."""
-    hidden = []
+    looks = []
+
+    def run_job(job):
+        job.stage = "RUNNING"
+        job.listed = False
 
     def on_call(call):
-        if call == START and not hidden:
-            hub.cut_replies = [START]
-            hidden.append(len(hub.calls))
+        if call == START:
             interrupt()
-        elif hidden and call.startswith(f"GET /api/jobs/{OWNER}"):
-            hub.jobs[0].stage = "CANCELED" if len(hub.calls) < hidden[0] + 3 else "RUNNING"
-            if len(hub.calls) >= hidden[0] + 3:
-                hub.on_call = lambda call: None
+        elif hub.jobs and call == f"GET /api/jobs/{OWNER}":
+            looks.append(call)
+            hub.jobs[0].listed = len(looks) > 2
 
+    hub._run_job = run_job
+    hub.cut_replies = [START]
     hub.on_call = on_call
     code, _, _ = rollmux(*UP, *TRAIN)
     assert code == 130
@@ -274,6 +283,16 @@ def test_a_hub_that_is_gone_for_good_is_said_with_what_to_do(hub, rollmux):
     hub.failures = 0
     assert rollmux("down", "--run", "r1")[0] == 0
     assert not hub.live()
+
+
+@pytest.mark.parametrize(("status", "hint"), [(403, "may not do that"), (402, "need credit")])
+def test_what_the_hub_refuses_is_said_in_its_words_without_the_token(hub, rollmux, status, hint):
+    hub.refusals[START] = (status, f"{TOKEN} cannot start Jobs here")
+    code, _, err = rollmux(*UP, *TRAIN)
+    assert code == 1
+    assert "*** cannot start Jobs here" in err
+    assert hint in err
+    assert hub.calls.count(START) == 1
 
 
 def test_a_token_that_is_refused_is_not_tried_again(hub, rollmux, monkeypatch):

@@ -147,6 +147,19 @@ def test_each_lost_replica_is_replaced_once_by_the_same_job():
         assert watch.fake.jobs[-1].spec == first.spec
 
 
+def test_a_list_that_leaves_a_replica_out_once_replaces_nothing():
+    with Watch() as watch:
+        lists = []
+
+        def on_call(call):
+            lists.append(call)
+            watch.fake.jobs[0].listed = len(lists) % 4 != 0  # a look is one call: one page
+
+        watch.fake.on_call = on_call
+        watch.fake.until(lambda: len(lists) > 24)
+        assert len(watch.fake.jobs) == 2
+
+
 def test_replacing_has_an_end_and_says_so_once():
     with Watch(dataclasses.replace(PLAN, max_replacements=1)) as watch:
         for job in list(watch.fake.live()):
