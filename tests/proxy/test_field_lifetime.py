@@ -47,6 +47,7 @@ async def test_a_rollout_of_an_unloaded_name_whose_replica_resets_is_served_else
     assert answer.status_code == 200
     assert answer.json()["choices"][0]["token_ids"] == expected
     assert other.calls(PATH)[-1].body == holder.calls(PATH)[-1].body
+    await running.daemon.publishing.sweep_once()
     again = await running.complete(policy(1), PROMPT)  # TRL's own retry: the same payload
     assert again.status_code == 200
 
