@@ -38,6 +38,9 @@ SILENT_S = 1.0
 """What takes longer than this says how far it is."""
 REPEAT_S = 5.0
 
+OWN_WORDS = ("check", "level", "id", "version")
+"""Fields that hold nothing of a replica's, and stay as they are whatever a secret looks like."""
+
 Say = Callable[[str], None]
 T = TypeVar("T")
 
@@ -245,7 +248,7 @@ def clean(value: Any, secrets: Secrets) -> Any:
             value = value.replace(secret, "***")
         return value
     if isinstance(value, dict):
-        return {key: clean(inner, secrets) for key, inner in value.items()}
+        return {k: v if k in OWN_WORDS else clean(v, secrets) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [clean(inner, secrets) for inner in value]
     return value
