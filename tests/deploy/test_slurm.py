@@ -7,6 +7,7 @@ simulated replica or a note of how it was called.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ import pytest
 
 from benchmarks.adapter import write_adapter
 from deploy.hf_jobs import plan
+from tests.deploy.launch import needs_of_a_replica, options_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "deploy" / "slurm" / "rollmux.sbatch"
@@ -88,7 +90,8 @@ class Cluster:
     """A folder of stand-ins, and the environment that sbatch would give."""
 
     folder: Path
-    environ: dict[str, str] = field(default_factory=dict)
+    environ: dict[str, str]
+    batches: list[Batch] = field(default_factory=list)
 
     def tool(self, name: str, text: str) -> None:
         path = self.folder / "bin" / name
@@ -106,7 +109,8 @@ class Cluster:
                 stderr=out,
                 start_new_session=True,
             )
-        return Batch(self, child, log)
+        self.batches.append(Batch(self, child, log))
+        return self.batches[-1]
 
     def vllms(self) -> list[dict[str, Any]]:
         """How each `vllm` was called so far."""
@@ -160,9 +164,10 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made.tool("vllm", VLLM.format(**names))
     made.tool("rollmux", ROLLMUX)
     yield made
-    for vllm in made.vllms():  # nothing is left of a test that failed
-        if is_alive(vllm["pid"]):
-            os.kill(vllm["pid"], signal.SIGKILL)
+    for batch in made.batches:  # nothing is left of a test that failed
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(batch.child.pid, signal.SIGKILL)
+        batch.child.wait()
 
 
 def is_alive(pid: int) -> bool:
@@ -246,13 +251,9 @@ def test_options_and_environment_of_a_replica_are_those_of_the_hugging_face_jobs
     assert value_of(argv, "--middleware") == "rollmux_push.AdapterPush"
     assert Path(environ["PYTHONPATH"].split(":")[0], "rollmux_push.py").is_file()
     assert len(environ["ROLLMUX_PUSH_KEY"]) == 32
-    there = plan.Plan(
-        *("r", "0" * 12, "me", "tiny"), bucket="me/b", max_staleness=3, push_module="x"
-    ).replica(0)
-    for name, value in there.env.items():
-        assert name == "PUSH_MODULE" or environ[name] == value
-    for word in there.command[-1].rpartition("exec ")[2].split():
-        assert word in argv or word == str(plan.PORT), word
+    options, needed = needs_of_a_replica(max_staleness=3, max_lora_rank=32, max_model_len=8192)
+    assert options - {f"--port={plan.PORT}"} <= options_of(argv)
+    assert needed.items() <= environ.items()
     batch.child.terminate()
     batch.wait()
 
