@@ -19,18 +19,24 @@ PORTABLE = {"index-url", "extra-index-url", "trusted-host", "proxy", "timeout", 
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 
 
-def pip_conf() -> str:
+def pip_settings() -> dict[str, str]:
     """What pip is told on this machine, without what only exists on its disk."""
     done = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
     )
-    settings = {"cert": CERTIFICATES}
+    settings = {}
     for line in done.stdout.splitlines():
         key, _, value = line.partition("=")
         name = key.rpartition(".")[2].removeprefix("default-")
         words = [word for word in value.strip("'\"").split() if not word.startswith("file:")]
         if name in PORTABLE and words:
             settings[name] = " ".join(words)
+    return settings
+
+
+def pip_conf() -> str:
+    """The same as a file for a build, which finds this machine's certificates in its base."""
+    settings = {"cert": CERTIFICATES} | pip_settings()
     return "[global]\n" + "".join(f"{name} = {value}\n" for name, value in settings.items())
 
 
