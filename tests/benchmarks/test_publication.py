@@ -35,7 +35,8 @@ def test_load_calls_through_a_late_mount_are_measured_from_the_call_to_its_answe
     assert code == 0
     assert times["met"]
     assert len(times["loads_s"]) == 1 + 2
-    assert all(load_s >= 0.3 for load_s in times["loads_s"])
+    # Times of files come from a coarser clock.
+    assert all(load_s >= 0.3 - 0.05 for load_s in times["loads_s"])
     assert all(attempts >= 2 for attempts in times["attempts"])
     assert {"commit", "machine", "seed", "settings"} <= set(result["origin"])
 

@@ -273,8 +273,8 @@ def adapters_of(url: str) -> frozenset[str]:
 
 
 def settled_adapters(urls: tuple[str, str]) -> dict[str, frozenset[str]]:
-    """What each lists; seen again for a second if they differ: a retired name may be leaving."""
-    for _ in range(10):
+    """What each lists; seen again for 3 s if they differ: a retired name may be leaving."""
+    for _ in range(30):
         listed = {url: adapters_of(url) for url in urls}
         if len(set(listed.values())) == 1:
             break

@@ -75,6 +75,7 @@ def test_load_call_takes_half_a_second_more_than_the_lag_at_most(
     at_once = benchmark(urls, tmp_path, 0.0)  # not behind the mounts
     through = benchmark(urls, folder, LAG_S)
     assert at_once["attempts"] == [len(urls)] * len(at_once["attempts"])
-    assert min(through["loads_s"]) >= LAG_S, "the mount did not lag"
+    # Times of files come from a coarser clock.
+    assert min(through["loads_s"]) >= LAG_S - 0.05, "the mount did not lag"
     assert through["p50_s"] <= LAG_S + ALLOWED_S + at_once["p50_s"], through
     assert sum(through["attempts"][-COUNT:]) / COUNT <= ATTEMPTS, through

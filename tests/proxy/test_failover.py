@@ -293,7 +293,7 @@ async def test_a_hanging_replica_slows_no_other(start):
         await until(lambda: len(bad.generations) >= 15)
         await until(lambda: sum(t.done() for t in stuck) >= 15)
         for n in range(30):
-            if (await asyncio.wait_for(running.complete("tiny", [9, n]), 2)).status_code == 200:
+            if (await asyncio.wait_for(running.complete("tiny", [9, n]), 10)).status_code == 200:
                 break
         assert (await running.client.get("/health")).status_code == 200
         for task in stuck:

@@ -63,7 +63,7 @@ async def test_a_load_that_is_never_answered_is_given_up_while_others_serve(star
 async def test_a_silent_replica_is_504_and_rolled_back_where_all_are_needed(start, pair, tmp_path):
     """O-09 under ``--min-replicas all``."""
     running = await start(
-        [r.url for r in pair], attempt_timeout_s=0.2, load_timeout_s=0.5, min_replicas="all"
+        [r.url for r in pair], attempt_timeout_s=0.2, load_timeout_s=1.5, min_replicas="all"
     )
     pair[1].faults.add(LOAD, hang=True)
     answer = await load(running, policy(1), save(tmp_path, 1))

@@ -67,7 +67,7 @@ async def test_slow_answers_to_probes_alone_take_no_busy_replica_out(start, pair
         assert (await running.complete("tiny", [1])).status_code == 200
         began_s = loop.time()
         assert (await running.client.get("/health")).status_code == 200
-        assert loop.time() - began_s < 1.0
+        assert loop.time() - began_s < 5.0  # TRL gives it no more
     assert [moved.code for moved in left] == []
 
 

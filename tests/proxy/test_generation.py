@@ -276,7 +276,7 @@ async def test_without_a_second_replica_a_5xx_is_passed_on_at_once(start):
 
     async with ScriptedReplica(script) as replica:
         running = await start([replica.url], hold_s=30.0)
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(10):
             answer = await running.complete("tiny", [1])
         assert answer.status_code == 500
         assert len(replica.generations) == 1

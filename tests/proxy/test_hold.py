@@ -59,7 +59,7 @@ async def test_before_anything_joined_every_name_waits(start):
 
 async def test_an_unknown_model_is_404_in_vllms_own_words(start, pair):
     running = await start([r.url for r in pair], hold_s=30.0)
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(10):
         answer = await running.complete("no-such-model", [1])
     assert answer.status_code == 404
     assert answer.json() == {
@@ -97,10 +97,10 @@ async def test_a_live_adapter_that_no_ready_replica_holds_waits(start, pair, tmp
 async def test_the_hold_begins_anew_after_a_long_attempt(start):
     """A replica that dies late in a generation leaves it the whole hold to find another."""
     async with ScriptedReplica(hang) as dies, ScriptedReplica() as comes:
-        running = await start([dies.url], hold_s=1.0)
+        running = await start([dies.url], hold_s=2.0)
         work = running.daemon.tasks.start(running.complete("tiny", [1]), "client")
         await until(lambda: dies.generations)
-        await asyncio.sleep(1.1)  # longer than the hold
+        await asyncio.sleep(2.1)  # longer than the hold
         dies.server.refuse()
         await running.until_ready(0)
         running.daemon.probes.watch(running.daemon.replicas.add(comes.url))

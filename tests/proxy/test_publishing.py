@@ -108,7 +108,7 @@ async def test_files_that_stay_invisible_everywhere_are_504_and_never_404(start,
 
 async def test_a_blind_replica_leaves_rotation_and_the_rest_commits(start, pair, tmp_path):
     pair[1].faults.add(LOAD, status=404, body=NO_ADAPTER)
-    running = await start([r.url for r in pair], load_timeout_s=0.5)
+    running = await start([r.url for r in pair], load_timeout_s=1.5)
     answer = await load(running, "trl-policy-v1", adapter(tmp_path, "trl-policy-v1", 1))
     assert answer.status_code == 200
     states = {r["id"]: r["state"] for r in (await running.status())["replicas"]}
@@ -196,7 +196,7 @@ async def test_a_bad_load_body_is_400_and_reaches_no_replica(start, pair, body, 
 
 
 async def test_an_unloaded_name_is_served_until_nobody_names_it(start, pair, tmp_path):
-    running = await start([r.url for r in pair], retire_grace_s=0.5)
+    running = await start([r.url for r in pair], retire_grace_s=1.5)
     await load(running, "trl-policy-v1", adapter(tmp_path, "trl-policy-v1", 1))
     answer = await running.client.post(UNLOAD, json={"lora_name": "trl-policy-v1"})
     assert answer.status_code == 200

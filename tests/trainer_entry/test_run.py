@@ -395,7 +395,7 @@ def test_whole_tree_is_gone_in_drain_plus_5_however_deaf_it_is(start: Start, boa
     entry.process.terminate()
     began_s = time.monotonic()
     assert entry.ends() == 137
-    assert time.monotonic() - began_s < 0.5 + 5 + 2, "2 s for a busy machine"
+    assert time.monotonic() - began_s < 0.5 + 5 + 10, "10 s for a busy machine"
     assert "daemon /proxy/release" in board.story()
 
 
