@@ -18,6 +18,8 @@ pytestmark = [
 ]
 LAG_S, NEGATIVE_TTL_S = 0.6, 1.0
 LOOK_S = 0.02
+COARSE_S = 0.05  # the clock of file times ticks so seldom, at worst
+BUSY_S = 5.0  # what a busy machine may add
 
 
 @pytest.fixture
@@ -45,16 +47,16 @@ def seconds_until_read(file: Path) -> float:
 
 
 def test_new_entry_shows_after_the_lag(source: Path, mount: Path) -> None:
-    (source / "new").write_bytes(b"x")
     begun_s = time.monotonic()
+    (source / "new").write_bytes(b"x")
     while "new" not in [entry.name for entry in mount.iterdir()]:
         time.sleep(LOOK_S)
-    assert LAG_S - LOOK_S <= time.monotonic() - begun_s < LAG_S + 0.3
+    assert LAG_S - COARSE_S <= time.monotonic() - begun_s < LAG_S + BUSY_S
 
 
 def test_early_look_is_remembered(source: Path, mount: Path) -> None:
     (source / "new").write_bytes(b"x")
-    assert NEGATIVE_TTL_S <= seconds_until_read(mount / "new") < NEGATIVE_TTL_S + 0.3
+    assert NEGATIVE_TTL_S <= seconds_until_read(mount / "new") < NEGATIVE_TTL_S + BUSY_S
 
 
 def test_folder_once_shown_is_not_hidden_by_a_new_entry(source: Path, mount: Path) -> None:
@@ -65,10 +67,13 @@ def test_folder_once_shown_is_not_hidden_by_a_new_entry(source: Path, mount: Pat
     assert [entry.name for entry in (mount / "policies").iterdir()] == ["old"]
 
 
-def test_process_put_behind_it_sees_the_mount_and_others_do_not(source: Path, mount: Path) -> None:
+def test_process_put_behind_it_sees_the_mount_and_others_do_not(
+    real_parts: RealParts, source: Path
+) -> None:
+    """A mount that lags for longer than the process can take to start."""
     (source / "new").write_bytes(b"x")
-    seen = subprocess.run(
-        [*seen_at(mount, source), "ls", source], capture_output=True, text=True, check=True
-    )
+    with lagging_mount(source, 600.0, NEGATIVE_TTL_S) as mount:
+        command = [*seen_at(mount, source), "ls", source]
+        seen = subprocess.run(command, capture_output=True, text=True, check=True)
     assert seen.stdout == ""
     assert [entry.name for entry in source.iterdir()] == ["new"]
