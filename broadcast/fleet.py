@@ -239,6 +239,8 @@ class Fleet:
     def drain(self, replica: ReplicaId, now_s: float) -> Transitions:
         """Nothing new for it; ``remove`` it once ``inflight`` is 0. Raises KeyError."""
         r = self._replicas[replica]
+        if r.state is ReplicaState.DRAINING:
+            return NONE  # asked twice: by an operator and by a list it is no longer in, say
         return self._move(r, ReplicaState.DRAINING, "drain", "asked to leave", now_s)
 
     # Reading, on the way of every request

@@ -78,9 +78,14 @@ class Replicas:
 
     # Membership
 
-    def add(self, url: str) -> Replica:
-        """A new replica, joining. Raises ValueError when its URL is in the fleet already."""
+    def add(self, url: str, *, named: bool = False) -> Replica:
+        """A new replica, joining. Raises ValueError when its URL is in the fleet already.
+
+        ``named``: the operator named it, or the list it comes from, so its host may have the token.
+        """
         replica = self.fleet.add(url, self.now_s())
+        if named:
+            self._bearer.trust(url)
         self._upstreams[replica.id] = Upstream(url, context=self._context)
         self._bodies[replica.id] = {}
         if self._bearer.allowed(url):

@@ -74,7 +74,7 @@ class Sources:
 
     def take_list(self, text: str, source: str) -> None:
         """Make the fleet what a list of URLs says. Raises ValueError and changes nothing."""
-        self._settle(self._from_file, listed_urls(text), source)
+        self._settle(self._from_file, listed_urls(text), source, named=True)
 
     async def follow_dns(self, host: str, port: int) -> None:
         """For ever: every address of ``host`` is a replica."""
@@ -92,7 +92,7 @@ class Sources:
         """One resolution. An address that is gone leaves once it is neither listed nor ready."""
         urls = {address_url(address, port) for address in addresses}
         self._keep_absent(self._from_dns, urls)
-        self._settle(self._from_dns, sorted(urls), host)
+        self._settle(self._from_dns, sorted(urls), host, named=True)
 
     async def follow_hub(self, jobs: HubJobs, bearer: Bearer) -> None:
         """For ever: every Job with the label that exposes a port is a replica.
@@ -124,7 +124,9 @@ class Sources:
             if ready or self._absent[url] < ABSENT_LOOKS:
                 urls.add(url)
 
-    def _settle(self, known: dict[str, ReplicaId], urls: Iterable[str], source: str) -> None:
+    def _settle(
+        self, known: dict[str, ReplicaId], urls: Iterable[str], source: str, *, named: bool = False
+    ) -> None:
         wanted = dict.fromkeys(urls)
         for url in [u for u in known if u not in wanted]:
             id = known.pop(url)
@@ -136,7 +138,7 @@ class Sources:
             if url in known:
                 continue
             try:
-                replica = self._replicas.add(url)
+                replica = self._replicas.add(url, named=named)
             except ValueError:
                 continue  # configured elsewhere too
             known[url] = replica.id
