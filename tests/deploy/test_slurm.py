@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -145,6 +146,7 @@ class Batch:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     (tmp_path / "bin").mkdir()
+    (tmp_path / "tmp").mkdir()
     names = {"python": sys.executable, "root": str(ROOT)}
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("ROLLMUX_", "SLURM_"))}
     made = Cluster(
@@ -156,6 +158,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
             "SLURM_JOB_ID": str(os.getpid()),  # its ports are no other test's
             "SLURM_SUBMIT_DIR": str(ROOT),
             "LOGS": str(tmp_path / "logs"),
+            "TMPDIR": str(tmp_path / "tmp"),
             "MODEL": "tiny",
         },
     )
@@ -207,7 +210,8 @@ rollout = {"model": "trl-policy-v1", "prompt": [5, 6], "max_tokens": 3}
 reply = json.loads(call("/v1/completions", rollout))
 status = json.loads(call("/proxy/status"))
 with open(sys.argv[2], "w") as out:
-    json.dump({"replicas": status["replicas"], "reply": reply}, out)
+    metrics = call("/metrics").decode()
+    json.dump({"replicas": status["replicas"], "reply": reply, "metrics": metrics}, out)
 sys.exit(7)
 """
 
@@ -231,6 +235,9 @@ def test_a_run_trains_on_the_replicas_of_the_other_nodes_and_ends_with_the_train
     assert {r["url"] for r in found["replicas"]} == {f"http://127.0.0.{n}:{port}" for n in (2, 3)}
     assert all(r["adapters"] == ["trl-policy-v1"] for r in found["replicas"])
     assert found["reply"]["choices"]
+    pushed = re.findall(r"^rollmux_pushed_bytes_total\S* (\S+)", found["metrics"], re.MULTILINE)
+    assert sum(map(float, pushed)) > 0
+    assert list((tmp_path / "tmp").iterdir()) == []
     assert not any(is_alive(vllm["pid"]) for vllm in cluster.vllms())
 
 
