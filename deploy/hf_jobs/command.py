@@ -264,6 +264,7 @@ def _up(given: argparse.Namespace, command: Sequence[str], environ: Mapping[str,
         plan = _plan(given, command, hub.login(given.namespace), environ)
         values = {name: environ.get(name, "") for name in (*plan.secrets, *plan.replica_secrets)}
         values |= {"HF_TOKEN": who.token, PUSH_KEY: random_secrets.token_urlsafe(32)}
+        stderr(_price(plan, hub))
         trainer = up(plan, hub, values, stop, stderr)
         stop.masked = False
         print(f"run {plan.run} is up: {trainer.url}")
@@ -292,32 +293,35 @@ def _wait(plan: Plan, id: str, hub: Hub, stop: Stop) -> int:
 
 
 def _dry_run(given: argparse.Namespace, command: Sequence[str], environ: Mapping[str, str]) -> int:
-    namespace, prices, why = given.namespace, {}, ""
+    namespace = given.namespace
     try:
         who = credentials(environ)
         with Hub(who, say=lambda _: None, patience_s=DRY_PATIENCE_S) as hub:
             namespace = hub.login(namespace)
-            prices = hub.prices()
+            plan = _plan(given, command, namespace, environ)
+            price = _price(plan, hub)
     except HubError as error:
-        why = str(error)
-    plan = _plan(given, command, namespace or "YOU", environ)
+        plan = _plan(given, command, namespace or "YOU", environ)
+        price = f"price unknown ({error})"
     print(f"run {plan.run} of {plan.namespace}, transport {plan.transport}")
     print(f"bucket {plan.bucket}, private, at {plan.mount}")
     for spec in plan.jobs():
         _show(spec)
+    print(price)
+    return FINE
+
+
+def _price(plan: Plan, hub: Hub) -> str:
+    """What the run costs, in one line. :raises HubError: the Hub cannot be asked."""
+    prices = hub.prices()
     hourly, most = 0.0, 0.0
     for spec in plan.jobs():
-        price = prices.get(spec.flavor)
-        if price is None:
-            why = why or f"the Hub has no flavor {spec.flavor}; hf jobs hardware lists them"
-            print(f"price unknown ({why})")
-            return FINE
-        price += EXPOSED_USD_HOUR if spec.expose else 0.0
+        if spec.flavor not in prices:
+            return f"price unknown (the Hub's hardware list has no {spec.flavor})"
+        price = prices[spec.flavor] + (EXPOSED_USD_HOUR if spec.expose else 0.0)
         hourly += price
         most += price * spec.timeout_s / 3600
-    print(f"price ${hourly:.2f} an hour while all of it runs")
-    print(f"at most ${most:.2f}, if every Job ran to its timeout")
-    return FINE
+    return f"price ${hourly:.2f} an hour; ${most:.2f} if every Job ran to its timeout"
 
 
 def _show(spec: JobSpec) -> None:

@@ -264,7 +264,11 @@ class Hub:
             )
 
         self.unsure = True
-        job = self._patiently(f"starting {spec.name}", attempt)
+        try:
+            job = self._patiently(f"starting {spec.name}", attempt)
+        except HubError as error:
+            self.unsure = error.passing or next(tries) > 1  # refused at the first try: no Job
+            raise
         self.unsure = False
         return job
 

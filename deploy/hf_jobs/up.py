@@ -39,12 +39,7 @@ def up(plan: Plan, hub: Hub, secrets: Mapping[str, str], stop: Stop, say: Say) -
     :raises HubError: the Hub refused, or did not answer for too long.
     :raises Interrupted: a signal came.
     """
-    if live := hub.jobs({"run": plan.run}, live=True):
-        names = ", ".join(f"{name_of(job)} ({job.id})" for job in live)
-        raise StartError(
-            f"the run {plan.run} has Jobs that live: {names}; end them with "
-            f"`rollmux deploy hf down --run {plan.run}`, or give another --run"
-        )
+    _refuse_others(plan, hub)
     hub.make_bucket(plan.bucket)
     known: list[str] = []
     try:
@@ -52,6 +47,7 @@ def up(plan: Plan, hub: Hub, secrets: Mapping[str, str], stop: Stop, say: Say) -
             job = hub.start(plan.replica(index), secrets)
             known.append(job.id)
             say(f"replica {index} is {job.id}: {job.url}")
+        _refuse_others(plan, hub)  # somebody may have started the same at the same time
         _until_ready(plan, hub, secrets, stop, say)
         trainer = hub.start(plan.trainer(), secrets)
         known.append(trainer.id)
@@ -67,6 +63,21 @@ def up(plan: Plan, hub: Hub, secrets: Mapping[str, str], stop: Stop, say: Say) -
             say(f"NOT everything was cancelled: {left}; `rollmux deploy hf down --run {plan.run}`")
         raise
     return trainer
+
+
+def _refuse_others(plan: Plan, hub: Hub) -> None:
+    """The trainer finds its replicas by the run's name: two launches of it would mix."""
+    live = [
+        job
+        for job in hub.jobs({"run": plan.run}, live=True)
+        if (job.labels or {}).get("launch") != plan.launch
+    ]
+    if live:
+        names = ", ".join(f"{name_of(job)} ({job.id})" for job in live)
+        raise StartError(
+            f"the run {plan.run} has Jobs that live: {names}; end them with "
+            f"`rollmux deploy hf down --run {plan.run}`, or give another --run"
+        )
 
 
 def _until_ready(plan: Plan, hub: Hub, secrets: Mapping[str, str], stop: Stop, say: Say) -> None:

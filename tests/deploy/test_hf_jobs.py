@@ -93,6 +93,7 @@ def test_up_starts_bucket_replicas_and_trainer_with_what_the_run_needs(hub, roll
     assert not trainer.spec["volumes"][0].get("readOnly")
     assert trainer.spec["command"][-1].endswith("rollmux deploy hf trainer -- python train.py")
     assert "run r1 is up" in out
+    assert "price $20.03 an hour" in err
 
 
 def test_a_network_group_needs_no_port_and_no_token_of_replicas(hub, rollmux):
@@ -207,6 +208,20 @@ def test_a_second_up_of_a_run_that_lives_changes_nothing(hub, rollmux):
     assert rollmux(*UP, *TRAIN)[0] == 0, "its bucket is there already"
 
 
+def test_of_two_starts_at_once_each_gives_way_and_ends_only_its_own(hub, rollmux):
+    def on_call(call):
+        if call == START and len(hub.jobs) == 1:
+            hub.on_call = lambda call: None
+            labels = hub.jobs[0].labels | {"launch": "another"}
+            hub.create(hub.jobs[0].spec | {"labels": labels})
+
+    hub.on_call = on_call
+    code, _, err = rollmux(*UP, *TRAIN)
+    assert code == 1
+    assert "has Jobs that live" in err
+    assert [job.labels["launch"] for job in hub.live()] == ["another"]
+
+
 def test_a_public_bucket_is_refused_before_anything_is_started(hub, rollmux):
     hub.buckets[f"{OWNER}/rollmux-r1"] = {"private": False}
     code, _, err = rollmux(*UP, *TRAIN)
@@ -293,6 +308,8 @@ def test_what_the_hub_refuses_is_said_in_its_words_without_the_token(hub, rollmu
     assert "*** cannot start Jobs here" in err
     assert hint in err
     assert hub.calls.count(START) == 1
+    assert hub.calls[-1] != START, "a list shows that nothing was started"
+    assert len(hub.calls) - hub.calls.index(START) == 2
 
 
 def test_a_token_that_is_refused_is_not_tried_again(hub, rollmux, monkeypatch):
@@ -400,6 +417,24 @@ def test_logs_are_those_of_the_trainer_or_of_one_replica(hub, rollmux):
     code, _, err = rollmux("logs", "--run", "r1", "--replica", "7")
     assert code == 1
     assert "no Job is the replica 7" in err
+
+
+def test_followed_logs_end_with_the_job(hub, rollmux):
+    rollmux(*UP, *TRAIN)
+    trainer = hub.jobs[-1]
+    looks = []
+
+    def on_call(call):
+        if call.endswith("/logs"):
+            looks.append(call)
+            trainer.log.append(f"step {len(looks)}")
+            if len(looks) == 2:
+                hub.end(trainer, "COMPLETED")
+
+    hub.on_call = on_call
+    code, out, _ = rollmux("logs", "--run", "r1", "--follow")
+    assert code == 0
+    assert out.splitlines() == [WATCHING, "step 1", "step 2"]
 
 
 def test_down_goes_by_label_the_trainer_first(hub, rollmux):
