@@ -48,8 +48,10 @@ async def test_a_replacement_job_joins_by_itself_and_the_lost_one_leaves(
     hub.end(first, "ERROR", "lost")
     replica_job(hub, pair[1].url)
     await running.until(
-        lambda: [(r.url, r.state.value) for r in running.daemon.replicas.fleet]
-        == [(pair[1].url, "ready")]
+        lambda: (
+            [(r.url, r.state.value) for r in running.daemon.replicas.fleet]
+            == [(pair[1].url, "ready")]
+        )
     )
     assert (await running.complete("tiny", [1])).status_code == 200
 
