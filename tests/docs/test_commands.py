@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import logging
 import os
 import re
 import select
@@ -30,11 +31,15 @@ from proxy.__main__ import parsers
 from proxy.settings import load, options
 from tests.docs.commands import LANGUAGES, ROOT, Block, Command, blocks, commands, pages
 
+log = logging.getLogger(__name__)
+
 DEADLINE_S = 50.0
 """For one command; the machine may be busy."""
 PYTHON = sys.executable
 ADMIN_KEY = "an-admin-key"
 VLLM_OPTIONS = frozenset((Path(__file__).parent / "vllm_serve_options.txt").read_text().split())
+QUIET = {"COLUMNS": "200", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
+"""For the help of hf: whole lines, and no look for a newer version."""
 TRAINER = """
 import os, urllib.request
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -366,7 +371,23 @@ def files(command: Command, _: Stage) -> str:
         inside = re.match(r"(\./)?(deploy|docs|tests|benchmarks|proxy|trainer_entry)/", path)
         if inside or (ROOT / path).suffix in (".sbatch", ".service"):
             assert list(ROOT.glob(path.rstrip("/"))), f"{path} is not in this repository"
+    if "rollmux" in command.words[1:]:  # run in a container, say
+        words = command.words[command.words.index("rollmux") + 1 :]
+        if words and words[0] in parsers()[1]:
+            _, extra = parsers()[0].parse_known_args(words)
+            assert not extra, f"options that rollmux does not know: {extra}"
     return "needs a cluster, a container engine or another host: the files named are here"
+
+
+def hub(command: Command, stage: Stage) -> str:
+    program = shutil.which("hf", path=str(Path(PYTHON).parent)) or shutil.which("hf")
+    if program is None:
+        pytest.skip("hf is not installed")
+    verbs = [w for w in command.words[1:3] if re.fullmatch(r"[a-z-]+", w)]
+    said = stage.run([program, *verbs, "--help"], QUIET, fine=(0,))
+    flags = [w.partition("=")[0] for w in command.words if w.startswith("--")]
+    assert all(flag in said for flag in flags), f"not among the options: {flags}"
+    return "needs a token of the Hub: its options are those of hf --help"
 
 
 def script(command: Command, stage: Stage) -> str:
@@ -400,7 +421,7 @@ def venv(command: Command, _: Stage) -> str:
 
 CLUSTER = (
     "kubectl", "kustomize", "kubeconform", "helm", "sbatch", "squeue", "scancel", "srun", "salloc",
-    "docker", "buildah", "podman", "hf", "huggingface-cli", "scp", "ssh", "rsync", "git",
+    "docker", "buildah", "podman", "scp", "ssh", "rsync", "git",
     "promtool", "prometheus", "grafana-server", "amtool", "systemctl", "journalctl", "sinfo",
 )  # fmt: skip
 RULES: dict[str, Rule] = {
@@ -411,6 +432,7 @@ RULES: dict[str, Rule] = {
     ".venv/bin/python": python,
     "make": make,
     "vllm": vllm,
+    "hf": hub,
     "uv": installer,
     "pip": installer,
     "bash": script,
@@ -436,9 +458,8 @@ DONE: dict[tuple[object, ...], str] = {}
 
 
 @pytest.mark.parametrize("command", EVERY, ids=[f"{c.page}:{c.line}" for c in EVERY])
-def test_command_of_a_page_works(
-    command: Command, stage: Stage, record_property: Callable[[str, object], None]
-) -> None:
+def test_command_of_a_page_works(command: Command, stage: Stage) -> None:
+    """What was done with each: ``-o log_cli=true --log-cli-level=INFO``."""
     key = (command.words, *command.environ.items())
     if key not in DONE:  # pages repeat the usual ones
         program = command.program
@@ -448,7 +469,7 @@ def test_command_of_a_page_works(
         assert rule is not None, f"{command}: no rule for {program!r}; add one to RULES"
         environment(command, stage)
         DONE[key] = rule(command, stage)
-    record_property("command", f"{command}: {DONE[key]}")
+    log.info("%s -> %s", command, DONE[key])
     assert DONE[key] == RAN or re.match(r"(needs|takes) .+: .+|needs the reader's", DONE[key])
 
 
