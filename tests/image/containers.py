@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,8 +99,8 @@ class Container:
         for key, value in variables.items():
             self.store.run("config", "--env", f"{key}={value}", self.name)
 
-    def command(self, *words: str, volume: Path | None = None) -> list[str]:
-        volumes = ["--volume", f"{volume}:{volume}"] if volume else []
+    def command(self, *words: str, volume: str = "") -> list[str]:
+        volumes = ["--volume", volume] if volume else []
         run = ("run", "--isolation", "chroot", *volumes, self.name, "--")
         return self.store.command(*run, *words)
 
@@ -109,9 +108,10 @@ class Container:
         """Exit code of a command inside."""
         return subprocess.run(self.command(*words), capture_output=True, check=False).returncode
 
-    def start(self, args: Sequence[str], log: Path, volume: Path) -> Running:
-        """The image's entry point with these arguments in the place of its CMD."""
-        command = self.command(*self.config["Entrypoint"], *args, volume=volume)
+    def start(self, log: Path, volume: str) -> Running:
+        """The entry point with its CMD. ``volume`` is ``HERE:THERE`` or ``HERE:THERE:ro``."""
+        words = [*self.config["Entrypoint"], *self.config["Cmd"]]
+        command = self.command(*words, volume=volume)
         with log.open("wb") as out:
             return Running(subprocess.Popen(command, stdout=out, stderr=out), log)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import socket
@@ -25,7 +26,7 @@ from benchmarks.replica import SimulatedReplica
 from tests.image import base
 from tests.image.containers import ROOT, Container, Running, Store, tree_bytes
 
-pytestmark = [pytest.mark.image, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.image, pytest.mark.timeout(1800)]
 
 BASE, IMAGE = "localhost/rollmux-test-base", "localhost/rollmux-test"
 MB = 1_000_000
@@ -65,24 +66,32 @@ class Served:
 
 
 @asynccontextmanager
-async def served(store: Store) -> AsyncIterator[Served]:
+async def served(store: Store, *, push: bool = False) -> AsyncIterator[Served]:
+    """With ``push`` the container sees the trainer's folder read-only, and the replicas not at all.
+
+    That is how the manifests run it.
+    """
     async with AsyncExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollmux-image-")))
         bucket = _open_folder(scratch / "bucket")
+        sees = scratch / "pushed" if push else bucket
+        key = {"push_key": "of-this-test", "push_root": sees} if push else {}
         replicas = [
             await stack.enter_async_context(
-                SimulatedReplica(REPLICA, folder=LaggingFolder(bucket, 0.3, 0.3))
+                SimulatedReplica(REPLICA, folder=LaggingFolder(sees, 0.3, 0.3), **key)
             )
             for _ in range(2)
         ]
         port = _free_port()
+        environ = {
+            "ROLLMUX_PORT": str(port),
+            "ROLLMUX_REPLICAS": ",".join(replica.url for replica in replicas),
+            "ROLLMUX_PUSH_KEY": key.get("push_key", ""),
+        }
         container = await asyncio.to_thread(store.container, IMAGE)
-        await asyncio.to_thread(
-            lambda: container.set_environment(
-                ROLLMUX_PORT=str(port), ROLLMUX_REPLICAS=",".join(r.url for r in replicas)
-            )
-        )
-        running = container.start(container.config["Cmd"], scratch / "log", bucket)
+        await asyncio.to_thread(lambda: container.set_environment(**environ))
+        volume = f"{bucket}:{bucket}:ro" if push else f"{bucket}:{bucket}"
+        running = container.start(scratch / "log", volume)
         stack.callback(running.end)
         client = await stack.enter_async_context(connect(f"http://127.0.0.1:{port}"))
         await _until_healthy(client, running)
@@ -115,8 +124,9 @@ async def _until_healthy(client: httpx.AsyncClient, running: Running) -> None:
     pytest.fail(f"not healthy in {UP_S} s: {running.text()}")
 
 
-async def test_serves_the_demos_traffic_as_nobody_in_particular(store):
-    async with served(store) as here:
+@pytest.mark.parametrize("push", [False, True], ids=["path", "push"])
+async def test_serves_the_demos_traffic_as_nobody_in_particular(store, push):
+    async with served(store, push=push) as here:
         assert 0 not in here.running.user_ids()
         health = here.container.config["Healthcheck"]["Test"]
         assert health[0] == "CMD"
@@ -138,6 +148,9 @@ async def test_serves_the_demos_traffic_as_nobody_in_particular(store):
         assert len(tally.syncs_s) > SYNCS
         report = (await here.client.get("/proxy/status")).json()
         assert all(replica["routed"] for replica in report["replicas"])
+        metrics = (await here.client.get("/metrics")).text
+        pushed = re.findall(r"^rollmux_pushed_bytes_total\S* (\S+)", metrics, re.MULTILINE)
+        assert (sum(map(float, pushed)) > 0) is push
 
 
 async def test_stops_in_time_with_work_in_flight_and_with_code_0(store):
