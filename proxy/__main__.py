@@ -366,7 +366,7 @@ def _add_settings(parser: argparse.ArgumentParser, *, inherited_socket: bool) ->
         default = info.default_text
         if option.unit:
             default += f" {option.unit}" if info.default is not None else f"; in {option.unit}"
-        text = f"{option.help} (default: {default})".replace("%", "%%")
+        text = f"{info.help_text} (default: {default})".replace("%", "%%")
         # Values stay text here: settings.py reads them, wherever they come from.
         if not option.metavar:
             parser.add_argument(

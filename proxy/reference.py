@@ -29,7 +29,7 @@ def settings_table() -> str:
         if info.option.unit:
             default += f" {info.option.unit}" if info.default is not None else ""
         env = f"`{info.env}`" if info.env else "no"
-        rows.append(f"| {flag} | {env} | {default} | {_escape(info.option.help)} |")
+        rows.append(f"| {flag} | {env} | {default} | {_escape(info.help_text)} |")
     return "\n".join(rows)
 
 

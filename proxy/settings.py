@@ -80,6 +80,11 @@ class OptionInfo:
     option: Option
 
     @property
+    def help_text(self) -> str:
+        """What it is for, for help and tables."""
+        return f"{self.option.help}{'; not in this version' if self.field in NOT_YET else ''}"
+
+    @property
     def default_text(self) -> str:
         """The default in words, for help and tables."""
         if self.option.default_text:

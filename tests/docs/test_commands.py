@@ -117,10 +117,12 @@ def clean(more: dict[str, str] | None = None) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def background(words: Sequence[str], wanted: str, environ: dict[str, str]) -> Iterator[str]:
+def background(
+    words: Sequence[str], wanted: str, environ: dict[str, str], folder: Path
+) -> Iterator[str]:
     """A program that runs until it is told to stop; yields the line that has ``wanted``."""
     with subprocess.Popen(
-        list(words), cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        list(words), cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
         assert process.stdout is not None
         try:
@@ -155,11 +157,11 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     with contextlib.ExitStack() as stack:
         urls = []
         for _ in range(4):
-            line = stack.enter_context(background(replica, "http://", clean()))
+            line = stack.enter_context(background(replica, "http://", clean(), folder))
             urls.append(re.findall(r"http://[\w.:]+", line)[0])
         words = [PYTHON, "-m", "proxy", "serve", "--port", "0", "--admin-key-env", "ADMIN_KEY"]
         words += [part for url in urls[:2] for part in ("--replica", url)]
-        line = stack.enter_context(background(words, "serves http://", clean()))
+        line = stack.enter_context(background(words, "serves http://", clean(), folder))
         daemon = re.findall(r"http://[\w.:]+", line)[0]
         until_whole(daemon)
         yield Stage(tuple(urls), daemon, folder)
@@ -219,7 +221,7 @@ def rollmux(command: Command, stage: Stage) -> str:
                 return "needs a package that is installed: parsed; see test_plugin_example.py"
             environ.setdefault("PYTHONPATH", "")
             with background(
-                [*binary, *words, "--port", "0"], "serves http://", stage_env(environ)
+                [*binary, *words, "--port", "0"], "serves http://", stage_env(environ), stage.folder
             ) as line:
                 until_whole(re.findall(r"http://[\w.:]+", line)[0])
             return RAN
@@ -312,7 +314,7 @@ def python(command: Command, stage: Stage) -> str:
         module = words[1]
         if module == "benchmarks.replica":
             arguments = [w for w in words if not re.fullmatch(r"80\d\d", w) and w != "--port"]
-            with background([PYTHON, *arguments, "--port", "0"], "http://", clean()):
+            with background([PYTHON, *arguments, "--port", "0"], "http://", clean(), stage.folder):
                 return RAN
         if module in ("venv", "pip"):
             return "needs the network: it is Python's own module"
