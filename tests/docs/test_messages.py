@@ -93,3 +93,12 @@ def test_a_word_for_a_state_is_one_that_the_source_knows(word: str) -> None:
         assert "_failed" in SAID  # after the name of the step, in broadcast/catchup.py
     else:
         assert word in SAID
+
+
+def test_the_demos_table_in_the_readme_has_the_demos_rows() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    shown = readme.partition("It ends with a table")[2].split("```")[1].splitlines()[1:]
+    source = (ROOT / "benchmarks/demo.py").read_text("utf-8")
+    labels = [re.split(r"  +", line)[0] for line in shown if line]
+    assert labels[0] == "rollouts"
+    assert [label for label in labels if f'"{label}"' not in source] == []
