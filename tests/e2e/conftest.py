@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,10 +53,12 @@ def replica_running(
     *,
     before: Sequence[str | Path] = (),
     port: int | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[str, Process]]:
     """One vLLM server, started but not yet waited for: (its URL, the process).
 
-    `before` comes first on its command line: see `lagging_mount.seen_at`.
+    `before` comes first on its command line: see `lagging_mount.seen_at`. `environ` is added to
+    its environment.
     """
     port = port or free_port()
     env = parts.child_environment(
@@ -66,6 +68,7 @@ def replica_running(
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         VLLM_NO_USAGE_STATS="1",
         DO_NOT_TRACK="1",
+        **(environ or {}),
     )
     command = [
         *before,
