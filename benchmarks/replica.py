@@ -294,6 +294,9 @@ class SimulatedReplica:
             return await route(arrival)
         except Refused as refused:
             return refused.reply
+        except (TypeError, ValueError, AttributeError) as trouble:
+            # A field of another type than was expected: vLLM's models refuse it, as does this.
+            return replies.error(400, "Bad Request", f"1 validation error: {trouble}")
 
     def _table(self) -> dict[str, dict[str, Route]]:
         get, post = "GET", "POST"

@@ -314,3 +314,22 @@ async def test_a_load_under_way_at_a_restart_does_not_reach_the_new_process(
             await call
         assert (await load(client, replica, "v2", tmp_path / "a")).status_code == 200
         assert list(replica.names) == ["v2"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"model": "tiny", "prompt": "x", "n": "lots"}),
+        ("/v1/chat/completions", {"model": "tiny", "messages": "hi"}),
+        ("/detokenize", {"model": "tiny", "tokens": "x"}),
+        ("/abort_requests", {"request_ids": 5}),
+        ("/v1/load_lora_adapter", {"lora_name": "v1", "lora_path": "\0"}),
+    ],
+)
+async def test_a_field_of_a_wrong_type_is_refused_in_vllms_shape(
+    client: httpx.AsyncClient, replica: SimulatedReplica, path: str, body: dict[str, Any]
+) -> None:
+    """Not 500: the daemon would take an answer of another shape for one of an edge."""
+    answer = await client.post(f"{replica.url}{path}", json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["code"] == 400
