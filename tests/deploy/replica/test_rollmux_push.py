@@ -26,7 +26,7 @@ from starlette.routing import Route
 from benchmarks.adapter import write_adapter
 from broadcast import adapter_dir
 from deploy.replica import rollmux_push
-from deploy.replica.rollmux_push import BLOCK_BYTES, STALE_S, AdapterPush, Store
+from deploy.replica.rollmux_push import BLOCK_BYTES, CHUNK_BYTES, STALE_S, AdapterPush, Store
 from tests.deploy.replica.push_client import (
     KEY,
     Adapter,
@@ -261,6 +261,23 @@ def test_tiny_files_count_the_blocks_that_they_take(small_room: Replica) -> None
     tiny = Adapter({f"{n:02}": b"x" for n in range(64)})
     small_room.push_all(tiny)
     assert small_room.call("GET")[1]["used_bytes"] == 65 * BLOCK_BYTES
+
+
+def test_a_second_copy_of_a_file_makes_room_but_not_at_its_own_cost(small_room: Replica) -> None:
+    one, two = of_bytes(400_000, "v1"), of_bytes(400_000, "v2")
+    path = small_room.push_all(one)
+    small_room.push_all(two)
+    target = f"/{one.name}/adapter_model.safetensors"
+    data = one.files["adapter_model.safetensors"]
+    with contextlib.closing(small_room.sends_a_part(target, len(data), data[:1000])) as slow:
+        until(lambda: small_room.leftovers() != [])
+        assert held(small_room) == [one.name]
+        # A third one does not fit, and what is being sent does not go for it.
+        assert small_room.call("PUT", target, data) == (507, "no_room")
+        assert small_room.call("POST", f"/{two.name}", two.manifest) == (507, "no_room")
+        slow.sendall(data[1000:])
+        assert b" 204 " in slow.recv(1000)
+    assert Path(path, "adapter_model.safetensors").read_bytes() == data
 
 
 # What is deleted
@@ -507,10 +524,13 @@ async def test_a_body_that_goes_on_or_ends_early_is_refused_whatever_the_server_
 
     async def put(*pieces: bytes) -> Any:
         sent: list[Any] = []
-        rest = list(pieces)
+        rest[:] = pieces
 
         async def receive() -> Any:
-            return {"type": "http.request", "body": rest.pop(0), "more_body": bool(rest)}
+            if not rest:
+                return {"type": "http.disconnect"}
+            piece = rest.pop(0)
+            return {"type": "http.request", "body": piece, "more_body": bool(rest) or piece == b"-"}
 
         async def send(message: Any) -> None:
             sent.append(message)
@@ -518,11 +538,15 @@ async def test_a_body_that_goes_on_or_ends_early_is_refused_whatever_the_server_
         headers = [(b"x-rollmux-push-key", KEY.encode()), (b"content-length", b"7")]
         scope = {"type": "http", "method": "PUT", "path": target, "headers": headers}
         await replica.push(scope | {"app": replica.app}, receive, send)
-        return sent[0]["status"], sent[1]["body"]
+        return (sent[0]["status"], sent[1]["body"]) if sent else None
 
+    rest: list[bytes] = []
     for pieces in ((b"weights", b"!"), (b"wei",), (b"",), (b"wei", b"ghts", b"", b"!!")):
         status, body = await put(*pieces)
         assert (status, b"wrong_length" in body) == (400, True)
+    assert (await put(*[bytes(CHUNK_BYTES)] * 3))[0] == 400
+    assert len(rest) == 2  # no more is read than tells that it is wrong
+    assert await put(b"-") is None  # nobody is there to be told
     assert await put(b"wei", b"", b"ghts") == (204, b"")
 
 
@@ -551,6 +575,21 @@ def test_a_client_that_falls_silent_is_given_up(
     with contextlib.closing(replica.sends_a_part(target, 7, b"wei")) as connection:
         assert b" 408 " in connection.recv(1000)
     until(lambda: len(replica.leftovers()) == 1)
+
+
+def test_a_file_that_comes_after_its_adapter_was_given_up_is_refused(replica: Replica) -> None:
+    liar = Adapter({"weights": b"weights"})
+    liar.digest = DIGEST
+    liar.name = f"policy-v1-{DIGEST}"
+    stage(replica, liar)
+    target = f"/{liar.name}/weights"
+    with contextlib.closing(replica.sends_a_part(target, 7, b"wei")) as slow:
+        until(lambda: len(replica.leftovers()) == 2)
+        assert replica.call("PUT", target, b"weights") == (204, None)
+        assert replica.call("POST", f"/{liar.name}", liar.manifest) == (400, "wrong_digest")
+        slow.sendall(b"ghts")
+        assert b" 409 " in slow.recv(1000)
+    assert replica.leftovers() == []
 
 
 # A full disk
