@@ -569,8 +569,8 @@ def test_a_client_that_hangs_up_leaves_nothing(tmp_path: Path, http: str) -> Non
 def test_a_client_that_falls_silent_is_given_up(
     replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollmux_push, "IDLE_S", 0.05)
     stage(replica, SMALL)
+    monkeypatch.setattr(rollmux_push, "IDLE_S", 0.05)
     target = f"/{SMALL.name}/adapter_model.safetensors"
     with contextlib.closing(replica.sends_a_part(target, 7, b"wei")) as connection:
         assert b" 408 " in connection.recv(1000)
