@@ -13,16 +13,15 @@ import json
 import logging
 import os
 import re
-import select
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -121,31 +120,33 @@ def background(
     words: Sequence[str], wanted: str, environ: dict[str, str], folder: Path
 ) -> Iterator[str]:
     """A program that runs until it is told to stop; yields the line that has ``wanted``."""
-    with subprocess.Popen(
-        list(words), cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as process:
-        assert process.stdout is not None
+    # A file, because nobody reads on from a pipe, and a full one would make it wait.
+    with (
+        tempfile.NamedTemporaryFile(dir=folder, suffix=".log") as output,
+        subprocess.Popen(
+            list(words), cwd=folder, env=environ, stdout=output, stderr=subprocess.STDOUT
+        ) as process,
+    ):
+        said = Path(output.name)
         try:
-            yield _line_with(process.stdout, wanted)
+            yield _line_with(process, said, wanted)
+        except BaseException as failure:
+            failure.add_note(said.read_text(errors="replace")[-4000:])
+            raise
         finally:
             process.terminate()
-            # Read to its end, so that a full pipe does not keep it from ending.
-            process.communicate(timeout=DEADLINE_S)
+            process.wait(DEADLINE_S)
     assert process.returncode in (0, -15), process.returncode
 
 
-def _line_with(output: Any, wanted: str) -> str:
-    by_s, seen = time.monotonic() + DEADLINE_S, b""
-    while time.monotonic() < by_s:
-        if select.select([output], [], [], 0.2)[0]:
-            piece = os.read(output.fileno(), 65536)
-            seen += piece
-            found = [line for line in seen.decode().splitlines(True) if wanted in line]
-            if found and found[0].endswith("\n"):
-                return found[0]
-            if not piece:
-                break
-    pytest.fail(f"no line with {wanted!r}:\n{seen.decode(errors='replace')}")
+def _line_with(process: subprocess.Popen[bytes], said: Path, wanted: str) -> str:
+    by_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < by_s and process.poll() is None:
+        for line in said.read_text(errors="replace").splitlines(True):
+            if wanted in line and line.endswith("\n"):
+                return line
+        time.sleep(0.02)
+    pytest.fail(f"no line with {wanted!r}")
 
 
 @pytest.fixture(scope="module")
