@@ -12,7 +12,7 @@ from benchmarks.replica import SimulatedReplica
 from proxy.bottleneck import CONFIRM_S, MIN_S, Bottleneck, Hint, Remark
 from proxy.engine_load import EngineLoad
 from proxy.hints import READ_AT_ONCE
-from tests.proxy.conftest import Running
+from tests.proxy.conftest import DEADLINE_S, Running
 from tests.proxy.scripted import ScriptedReplica, hang, until
 
 
@@ -36,6 +36,7 @@ async def test_a_large_fleet_is_read_in_turns(start):
         running = await start([replica.url])
         hints, fleet = running.daemon.hints, running.daemon.replicas.fleet
         asked = []
+        await hints.close(DEADLINE_S)  # the daemon's own rounds
 
         async def calls(id, *args, **kwargs):
             asked.append(id)
@@ -86,7 +87,7 @@ async def test_a_new_hint_is_logged_once_and_shown(start, caplog, monkeypatch):
         assert (await running.status())["hint"]["code"] == "unknown"
         async with asyncio.TaskGroup() as group:
             sent = [group.create_task(running.complete("tiny", [i])) for i in range(8)]
-            await until(lambda: len(replica.generations) == 8)
+            await until(lambda: len(replica.generations) == 8, within_s=DEADLINE_S)
             minutes(running, MIN_S + CONFIRM_S + 60, monkeypatch)
             status = await running.status()
             page = (await running.client.get("/metrics")).text
