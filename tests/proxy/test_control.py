@@ -349,3 +349,27 @@ async def test_a_weight_version_of_the_trainers_own_is_no_restart(start):
         assert [r.state for r in running.daemon.replicas.fleet] == ["ready", "ready"]
         await b.restart()
         await running.until(lambda: running.daemon.replicas.fleet["r1"].excluded_reason != "")
+
+
+async def test_a_prompt_is_new_to_replicas_whose_cache_was_cleared(start, pair):
+    running = await start([r.url for r in pair])
+    prompt = list(range(64))
+    for route in ("unmatched", "affinity"):
+        answer = await running.complete("tiny", prompt)
+        assert answer.headers["x-rollmux-route"] == route
+    assert (await running.client.post("/reset_prefix_cache")).json() == {"success": True}
+    answer = await running.complete("tiny", prompt)
+    assert answer.headers["x-rollmux-route"] == "unmatched"
+    replicas = running.daemon.replicas
+    assert {r.cache_clears for r in replicas.fleet} == {replicas.ledger.cache_clears}
+
+
+async def test_a_replica_that_did_not_answer_a_broadcast_rejoins(start, pair):
+    """It may have missed what the others have done."""
+    running = await start([r.url for r in pair])
+    replica = running.daemon.replicas.fleet["r1"]
+    epoch = replica.epoch
+    pair[1].faults.add("/reset_mm_cache", reset=True, times=1)
+    assert (await running.client.post("/reset_mm_cache")).status_code == 200
+    await running.until_ready(2)
+    assert replica.epoch > epoch

@@ -200,3 +200,19 @@ async def test_release_right_after_a_restart_resumes_what_the_last_daemon_paused
         for replica in pair:
             answer = await client.get(f"{replica.url}/is_paused")
             assert answer.json() == {"is_paused": False}
+
+
+async def test_a_prompt_is_new_to_a_replica_that_was_restarted(start, pair):
+    """Its cache is empty: nothing draws the prompt there any more."""
+    running = await start([r.url for r in pair])
+    prompt = list(range(64))
+    first = await running.complete("tiny", prompt)
+    again = await running.complete("tiny", prompt)
+    assert again.headers["x-rollmux-route"] == "affinity"
+    served = running.daemon.replicas.fleet[first.headers["x-rollmux-replica"]]
+    epoch = served.epoch
+    await pair[int(served.id[1:])].restart()
+    await running.until(lambda: served.epoch > epoch)
+    await running.until_ready(2)
+    after = await running.complete("tiny", prompt)
+    assert after.headers["x-rollmux-route"] == "unmatched"

@@ -9,6 +9,9 @@ import httpx
 import pytest
 
 from benchmarks.httpd import Arrival, Reply
+from broadcast.answer import Cause
+from broadcast.fleet import ReplicaState, Transition
+from proxy.upstream import UpstreamBroken
 from tests.proxy.scripted import OK, ScriptedReplica, Tap, error, event, until
 
 PATH = "/v1/completions"
@@ -133,8 +136,34 @@ async def test_connections_lost_to_a_living_engine_raise_no_suspicion(start, fle
         replica.faults.add(PATH, reset=True, times=1)
     assert (await running.complete("tiny", [1])).status_code == 502
     await running.until_ready(2)
-    assert not len(running.daemon.replicas._suspects)
+    replicas = running.daemon.replicas
+    assert not len(replicas._suspects)
+    for replica in replicas.fleet:  # it dies of something else, soon after
+        replicas.died(replica, "killed by a test")
+    assert not len(replicas._suspects)
+    await running.until_ready(2)
     assert (await running.complete("tiny", [1])).status_code == 200
+
+
+@pytest.mark.parametrize("seen", ["refused", "restarted"])
+async def test_a_connection_lost_just_before_its_replica_is_found_gone_is_a_death(
+    start, fleet, seen
+):
+    """By the traffic, whatever the probes see, or by a process that does not know our marker."""
+    running = await start(fleet.urls[:1])
+    replicas = running.daemon.replicas
+    replica = replicas.fleet["r0"]
+    lost = UpstreamBroken(Cause.RESET, "connection lost")
+    for _ in range(2):
+        replicas.broken(replica, replica.epoch, lost, b"the killer")
+        if seen == "refused":
+            refused = UpstreamBroken(Cause.REFUSED, "connection refused")
+            replicas.broken(replica, replica.epoch, refused, b"another")
+        else:
+            states = replica.state, ReplicaState.JOINING
+            replicas.apply((Transition(replica.id, *states, "restarted", "it restarted"),))
+    assert replicas.suspicion(b"the killer") == "alone"
+    assert replicas.suspicion(b"another") == "free"
 
 
 async def test_connections_lost_to_a_process_that_is_gone_are_deaths(start):

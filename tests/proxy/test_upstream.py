@@ -291,7 +291,8 @@ async def test_a_reply_past_the_limit_is_handed_on_in_pieces(monkeypatch):
         assert reply.complete
 
 
-async def test_a_server_that_talks_out_of_turn_loses_its_connection():
+async def test_a_server_that_talks_out_of_turn_loses_its_connection(monkeypatch):
+    monkeypatch.setattr(upstream, "IDLE_S", 60.0)  # not for having been idle
     async with serving(once(WHOLE + b"HTTP/1.1 200 OK\r\n")) as there:
         reply = await there.ask(HEAD, b"{}", whole=True)
         assert await reply.whole() == b"body"
