@@ -111,6 +111,18 @@ def test_syncs_of_half_the_time_are_the_cause():
     assert bottleneck.hint.codes == ("syncs",)
 
 
+@pytest.mark.parametrize(("every_s", "code"), [(15, "client_limit"), (7, "trainer")])
+def test_a_trainer_that_stalls_now_and_then_is_not_the_slower_side(every_s, code):
+    """In flight falls by a tenth in each second of 15, or of 7."""
+    bottleneck = Bottleneck()
+    samples = [
+        replace(s, inflight={"r0": 58, "r1": 57}) if i % every_s == 0 else s
+        for i, s in enumerate(play(steady(), 300))
+    ]
+    feed(bottleneck, samples)
+    assert bottleneck.hint.code == code
+
+
 def test_queues_in_the_engines_ask_for_replicas():
     bottleneck = Bottleneck()
     feed(bottleneck, play(steady(waiting=40.0), 600))
@@ -158,7 +170,8 @@ def test_a_replica_that_joins_is_not_called_idle():
     """Only replicas that were ready all the time are compared."""
     bottleneck = Bottleneck()
     samples = play(steady(sync_s=0.5), 300)
-    late = [s if s.at_s < 250 else replace(s, inflight={**s.inflight, "r9": 0}) for s in samples]
+    new = {"r8": 0, "r9": 0}
+    late = [s if s.at_s < 250 else replace(s, inflight={**s.inflight, **new}) for s in samples]
     feed(bottleneck, late)
     assert bottleneck.hint.codes == ("client_limit",)
 
