@@ -98,7 +98,7 @@ class Server:
             await asyncio.to_thread(weights.stat)
             self.names[data["lora_name"]] = SimpleNamespace(lora_path=data["lora_path"])
         elif path == "/v1/unload_lora_adapter":
-            self.names.pop(data.get("lora_name"), None)
+            self.names.pop(str(data.get("lora_name")), None)
         elif path == "/v1/models":
             cards = [{"id": MODEL, "root": MODEL, "parent": None}]
             cards += [

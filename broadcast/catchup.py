@@ -10,7 +10,8 @@ Rules:
    state: vLLM keys cached blocks by name (vLLM issue 42125), so a cache is cleared after an unload
    of a name that will be loaded again and before the load. An unknown process, and one that missed
    a clear of the fleet, clear it as well.
-4. Retired names stay where they are listed and are loaded nowhere: their files may be gone.
+4. Retired names stay where they are listed, and are loaded again where their files are known to
+   be there (``spare``), for the trainer's retries may still name them. One that cannot be is left.
 5. Files that are not visible yet are waited for, up to the deadline. A step that fails for good, a
    replica that does not settle in ``MAX_ROUNDS`` looks, or the deadline, make it give up: the
    replica stays ``joining`` and is tried again later.
@@ -108,15 +109,16 @@ def plan(
     pause_target: str | None,
     distrusted: Collection[AdapterName] = frozenset(),
     cache_stale: bool = False,
+    spare: Sequence[LiveAdapter] = (),
 ) -> tuple[Step, ...]:
     """What is left to do on a replica that lists ``listed`` (name to path); empty if nothing is.
 
     ``distrusted`` are names that somebody else may have loaded. ``cache_stale`` says that the
     prefix cache may hold blocks of other weights under a name in use. ``pause_target`` is None
-    while the fleet runs.
+    while the fleet runs. ``spare`` are retired adapters worth loading.
     """
     wanted = {adapter.name: adapter for adapter in live}
-    unloads, loads = [], []
+    unloads = []
     for name, path in listed.items():
         adapter = wanted.get(name)
         if adapter is None:
@@ -126,11 +128,13 @@ def plan(
         if not good:
             unloads.append(Unload(name))
     going = {step.name for step in unloads}
-    for name, adapter in wanted.items():
-        if name in going or name not in listed:
-            loads.append(Load(name, adapter.loaded_from))
+    loads = [
+        Load(adapter.name, adapter.loaded_from)
+        for adapter in (*spare, *live)
+        if adapter.name in going or adapter.name not in listed
+    ]
     steps: list[Step] = [*unloads]
-    if cache_stale or going & wanted.keys():
+    if cache_stale or going & {load.name for load in loads}:
         steps.append(ResetCache())
     steps += loads
     if paused and pause_target is None:
@@ -156,8 +160,12 @@ class CatchUp:
         deadline_s: float = 300.0,
         retry_s: float = 0.25,
         retry_max_s: float = 2.0,
+        spare: Collection[AdapterName] = frozenset(),
     ) -> None:
-        """``cache_clears`` is what the replica has seen, ``deadline_s`` counts from ``now_s``."""
+        """``cache_clears`` is what the replica has seen, ``deadline_s`` counts from ``now_s``.
+
+        ``spare`` are retired names whose files are there.
+        """
         self.cache_clears = cache_clears
         self._ledger = ledger
         self._deadline_s = now_s + deadline_s
@@ -168,6 +176,7 @@ class CatchUp:
         self._rounds = 0
         self._distrusted: frozenset[AdapterName] = frozenset()
         self._cache_trusted = False
+        self._spare = set(spare)
         self._clearing = 0
         self._steps: deque[Step] = deque()
         self._why_later = ""
@@ -223,6 +232,7 @@ class CatchUp:
             pause_target=pause_target,
             distrusted=self._distrusted,
             cache_stale=stale,
+            spare=self._still_retired(),
         )
         if not steps:
             held = {name: path for name, path in listed.items() if self._ledger.known(name)}
@@ -232,9 +242,19 @@ class CatchUp:
         self._steps = deque(steps)
         self._must_look = False
 
+    def _still_retired(self) -> list[LiveAdapter]:
+        names = [name for name in self._ledger.retired_names() if name in self._spare]
+        return [adapter for name in names if (adapter := self._ledger.get(name)) is not None]
+
     def stepped(self, result: StepResult, detail: str, now_s: float) -> None:
         """The step that ``next`` named came back. ``detail`` is a line for the log."""
         step = self._steps[0]
+        if isinstance(step, Load) and step.name in self._spare:
+            # Tried once: what only stragglers want holds up nobody.
+            self._spare.discard(step.name)
+            self._steps.popleft()
+            self._must_look = not self._steps
+            return
         match result:
             case StepResult.LATER:
                 self._why_later = detail

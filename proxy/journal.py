@@ -53,10 +53,11 @@ class Journal:
         except (OSError, orjson.JSONDecodeError) as exc:
             log.error("the journal %s cannot be read and is left out: %s", self._path, exc)
             return None
-        if not isinstance(data, dict) or data.get("rollmux_journal") != FORMAT:
+        run_id = data.get("run_id") if isinstance(data, dict) else None
+        if not isinstance(run_id, str) or data.get("rollmux_journal") != FORMAT:
             log.error("the journal %s is of another kind and is left out", self._path)
             return None
-        return str(data["run_id"]), data
+        return run_id, data
 
 
 def _replace(path: Path, data: bytes) -> None:

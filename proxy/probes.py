@@ -149,9 +149,9 @@ class Probes:
             except Exception as exc:  # outermost guard: a replica nobody looks at is lost for good
                 log.error("looking at %s failed: %s: %s", replica.id, type(exc).__name__, exc)
                 log.debug("its traceback", exc_info=exc)
-            if replica.state is ReplicaState.DRAINING and not replica.inflight:
+            drained = replica.state is ReplicaState.DRAINING and not replica.inflight
+            if drained and replica.id in fleet:
                 self._replicas.remove(replica.id)
-                await self._calls.forget(replica.id)
                 break
             wait_s = self._probe_s
             if replica.state is not ReplicaState.READY:
@@ -162,6 +162,8 @@ class Probes:
             except TimeoutError:
                 continue
         self._kicks.pop(replica.id, None)
+        if replica.id not in fleet:
+            await self._calls.forget(replica.id)
 
     async def probe(self, replica: Replica) -> None:
         """One look, and what follows from it."""

@@ -7,7 +7,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -19,7 +19,7 @@ from broadcast.answers import LoadOutcome, UnloadOutcome, classify_unload, read_
 from broadcast.driver import Notice, Timeouts, publish
 from broadcast.fleet import ReplicaState, Transition
 from broadcast.lag import Lag
-from broadcast.ledger import LiveAdapter
+from broadcast.ledger import LiveAdapter, Shapes
 from broadcast.publication import (
     FleetBack,
     FleetLow,
@@ -70,6 +70,8 @@ class Prepared:
     """Of the files; empty without a copy."""
     copy: str = ""
     """Our own copy of them; empty without one."""
+    shapes: Shapes = field(default_factory=dict)
+    """Of its tensors; empty where they are not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,18 +166,40 @@ class Publishing:
         replicas, fleet, ledger = self._replicas, self._replicas.fleet, self._replicas.ledger
         known = ledger.get(call.name)
         started_s = replicas.now_s()
-        found = await self._prepare(call)
-        same = known is not None and found.digest != "" and known.digest == found.digest
-        if same and not call.in_place:
-            return self._again(call.name, started_s)
-        if known is not None:
-            # The name stands for something already: nothing may name it until it is ours.
-            log.info("%s is known already; it is taken over", call.name)
-            fleet.close(call.name)
-            replicas.router.forget_adapter(call.name)
-            replicas.notify()
+        # A name that begins anew may begin another run, with shapes of its own.
+        first_shapes = ledger.first_shapes if known is None or call.in_place else None
+        found = await self._prepare(call, first_shapes)
+        if known is not None and not call.in_place and self._stands_for(known, found.digest):
+            return self._again(known, call.path, started_s)
+        if known is None:
+            return await self._bring(call, found, None, started_s, underway)
+        # The name stands for something already: nothing may name it until it is ours.
+        log.info("%s is known already; it is taken over", call.name)
+        fleet.close(call.name)
+        replicas.router.forget_adapter(call.name)
+        replicas.notify()
+        try:
             underway.phase = "waiting for requests of the name before it"
             await self._until_unused(call.name)
+            return await self._bring(call, found, known, started_s, underway)
+        except BaseException:
+            # What it stood for is on no replica any more; waiting for it would be in vain.
+            if ledger.get(call.name) is known:
+                ledger.retire(call.name, replicas.now_s())
+                ledger.forget(call.name)
+                replicas.notify()
+            raise
+
+    async def _bring(
+        self,
+        call: LoadCall,
+        found: Prepared,
+        known: LiveAdapter | None,
+        started_s: float,
+        underway: Underway,
+    ) -> PublicationResult:
+        """The publication itself. ``known`` is what the name stood for before it."""
+        replicas, fleet, ledger = self._replicas, self._replicas.fleet, self._replicas.ledger
         underway.phase = "waiting for a slot"
         await self._until_slot(call.name)
         targets = fleet.routable()
@@ -184,15 +208,11 @@ class Publishing:
             files = await asyncio.to_thread(_file_names, Path(found.path))
             await self._gate.wait(Path(found.path), files)
             targets = fleet.routable()
-        listed = await self._fanout.all(
-            targets, "GET", "/v1/models", timeout_s=self._timeouts.control_timeout_s
-        )
-        before = {
-            id: names for id, answer in listed.items() if (names := read_list(answer)) is not None
-        }
-        self._notices = asyncio.Queue()
+        self._lag = {id: lag for id, lag in self._lag.items() if id in fleet}
         self._attempted = set()
-        now_s = replicas.now_s()
+        # From here on: a replica that goes while the others are listed is not waited for either.
+        notices: asyncio.Queue[Notice] = asyncio.Queue()
+        self._notices = notices
         underway.phase = "loading"
 
         def on_attempt(replica: ReplicaId, outcome: LoadOutcome, seconds: float) -> None:
@@ -200,13 +220,21 @@ class Publishing:
             self._on_attempt(replica, outcome, seconds)
 
         try:
+            listed = await self._fanout.all(
+                targets, "GET", "/v1/models", timeout_s=self._timeouts.control_timeout_s
+            )
+            before = {
+                id: names
+                for id, answer in listed.items()
+                if (names := read_list(answer)) is not None
+            }
             result = await publish(
                 begin(
                     call.name,
                     found.path,
                     [r.id for r in targets],
                     self._rules,
-                    now_s=now_s,
+                    now_s=replicas.now_s(),
                     listed_before=before,
                     learned_lag_s={
                         id: lag.first_look_s
@@ -216,7 +244,7 @@ class Publishing:
                     used_before=[r.id for r in targets] if call.name in self._used else (),
                 ),
                 self._calls,
-                self._notices,
+                notices,
                 clock=replicas.now_s,
                 timeouts=self._timeouts,
                 fields=call.fields,
@@ -240,6 +268,8 @@ class Publishing:
                 digest=found.digest,
                 copy=found.copy,
             )
+            if ledger.first_shapes is None or known is not None:
+                ledger.first_shapes = found.shapes or ledger.first_shapes
             for replica, path in result.paths.items():
                 fleet.hold((replica,), call.name, path, now_s)
             replicas.apply(fleet.change_committed(result.loaded_on, now_s))
@@ -249,6 +279,8 @@ class Publishing:
                     continue  # pushed: it says nothing about the mount
                 lag = self._lag.get(replica, Lag())
                 self._lag[replica] = lag.seen(result.missed_s.get(replica), seconds)
+            if known is not None and known.copy not in ("", found.copy):
+                await self._remove_copy(known.copy)
         else:
             result = replace(result, message=f"{result.message}{self._addresses(result)}")
             if known is not None:
@@ -295,9 +327,25 @@ class Publishing:
         while name in replicas.fleet.inflight_names() and replicas.now_s() < deadline_s:
             await replicas.changed(UNUSED_LOOK_S)
 
-    def _again(self, name: AdapterName, started_s: float) -> PublicationResult:
-        """The same bytes under the same name: nothing to do but to say so."""
+    def _stands_for(self, known: LiveAdapter, digest: str) -> bool:
+        """Whether every routable replica holds these very bytes under the name already."""
+        fleet = self._replicas.fleet
+        same = digest != "" and known.digest == digest
+        return same and 0 < len(fleet.routable()) == len(fleet.candidates(known.name))
+
+    def _again(self, known: LiveAdapter, path: str, started_s: float) -> PublicationResult:
+        """The same bytes under the same name: nothing to load. One that was retired is live."""
+        name, ledger = known.name, self._replicas.ledger
         log.info("%s is published already, with the same bytes", name)
+        if name in ledger.retired_names():
+            ledger.commit(
+                name,
+                path,
+                self._replicas.now_s(),
+                loaded_from=known.loaded_from,
+                digest=known.digest,
+                copy=known.copy,
+            )
         holders = tuple(r.id for r in self._replicas.fleet.candidates(name))
         return PublicationResult(
             name=name,
@@ -315,7 +363,7 @@ class Publishing:
             stranded=(),
         )
 
-    async def _prepare(self, call: LoadCall) -> Prepared:
+    async def _prepare(self, call: LoadCall, first_shapes: Shapes | None) -> Prepared:
         """Check the files where they can be read from here, and copy them.
 
         Files cut short are waited for: seen through a mount they may only be not whole yet.
@@ -329,7 +377,7 @@ class Publishing:
                     adapter_dir.check,
                     source,
                     max_lora_rank=self._limits().max_lora_rank,
-                    first_shapes=replicas.ledger.first_shapes,
+                    first_shapes=first_shapes,
                 )
                 break
             except adapter_dir.AdapterNotReadable as exc:
@@ -348,9 +396,7 @@ class Publishing:
                 ) from None
         for warning in found.warnings:
             log.warning("%s: %s", call.name, warning)
-        if replicas.ledger.first_shapes is None and found.shapes:
-            replicas.ledger.first_shapes = found.shapes
-        return await self._copied(call.name, source)
+        return replace(await self._copied(call.name, source), shapes=found.shapes)
 
     async def _copied(self, name: AdapterName, source: Path) -> Prepared:
         """A copy beside the source, for replicas that read the mount; where there are none, or it
@@ -386,7 +432,10 @@ class Publishing:
         return own_copy.make(source, name, inside=cache, max_bytes=room)
 
     async def _remove_copy(self, copy: str) -> None:
-        await asyncio.to_thread(own_copy.remove, Path(copy))
+        try:
+            await asyncio.to_thread(own_copy.remove, Path(copy))
+        except OSError as exc:
+            self._tell(f"a copy is left in {Path(copy).parent}: {exc.strerror or exc}")
         await self._pushing.drop([r.id for r in self._replicas.fleet], Path(copy))
 
     async def _files_gone(self, adapter: LiveAdapter) -> bool:
@@ -397,7 +446,8 @@ class Publishing:
         held = {r.adapters.get(adapter.name) for r in self._replicas.fleet} - {None}
         if held and adapter.loaded_from not in held:
             return False
-        return not await asyncio.to_thread(_readable, adapter.loaded_from)
+        kept = adapter.loaded_from if held else adapter.copy or adapter.loaded_from
+        return not await asyncio.to_thread(_readable, kept)
 
     async def retire(self, body: bytes) -> Answer:
         """The trainer's unload: answered at once, but for a load of that name under way.
@@ -425,7 +475,11 @@ class Publishing:
         """Unload retired names that nobody needs any more, for ever."""
         while True:
             await asyncio.sleep(SWEEP_S)
-            await self.sweep_once()
+            try:
+                await self.sweep_once()
+            except Exception as exc:  # outermost guard: names would be kept for ever
+                log.error("looking at retired names failed: %s: %s", type(exc).__name__, exc)
+                log.debug("its traceback", exc_info=exc)
 
     async def sweep_once(self) -> None:
         replicas, ledger = self._replicas, self._replicas.ledger
@@ -435,10 +489,14 @@ class Publishing:
             if adapter is not None and await self._files_gone(adapter):
                 gone.add(name)
         replicas.files_gone = frozenset(gone)
-        inflight = replicas.fleet.inflight_names()
-        for name in ledger.retirable(replicas.now_s(), inflight, gone):
+
+        def due() -> tuple[AdapterName, ...]:
+            return ledger.retirable(replicas.now_s(), replicas.fleet.inflight_names(), gone)
+
+        for name in due():
             lock = self.alone(name)
-            if not lock.locked():  # else it is being loaded again
+            # Telling the replicas of one takes a while: the next may be in use again, or loaded.
+            if not lock.locked() and name in due():
                 async with lock:
                     await self.forget(name)
 

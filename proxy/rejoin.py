@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from broadcast import catchup, own_copy
+from broadcast.adapter_dir import CONFIG
 from broadcast.answer import Answer, NoAnswer
 from broadcast.answers import (
     RESET,
@@ -24,9 +25,9 @@ from broadcast.answers import (
     words,
 )
 from broadcast.catchup import CatchUp, StepResult
-from broadcast.fleet import Probe, Replica
+from broadcast.fleet import Probe, Replica, ReplicaState
 from broadcast.joins import Facts, facts
-from broadcast.ledger import version_of
+from broadcast.ledger import LiveAdapter, version_of
 from broadcast.pause import Pause
 from broadcast.transport import Undelivered
 from proxy.calls import Calls
@@ -44,6 +45,9 @@ taken as rebuilt. Replicas that survived the daemon answer in milliseconds."""
 LOOK_S = 0.05
 """How often a release looks whether the replicas have been seen."""
 MARKER_PREFIX = "rollmux-"
+MAX_SPARE = 8
+"""Retired names, the newest, that a replica which joins is given again. A trainer's requests name
+those of the last few syncs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,8 @@ class Rejoin:
         attempt_timeout_s: float,
         control_timeout_s: float,
     ) -> None:
-        self.run_id = run_id
+        self._run_ids = {run_id}
+        self._run_id = run_id
         self._replicas = replicas
         self._calls = calls
         self._journal = journal
@@ -90,10 +95,21 @@ class Rejoin:
         self.facts: dict[ReplicaId, Facts] = {}
         """What each replica told of its settings, when it joined."""
         self._asked: set[ReplicaId] = set()
-        self._models: tuple[ReplicaId, tuple[str, ...]] | None = None
+        self._models: dict[ReplicaId, tuple[str, ...]] = {}
         self._seen: dict[ReplicaId, Probe | None] = {}
+        self._adopting = False
         self._rebuilt = asyncio.Event()
         self._rebuild_deadline_s: float | None = None
+
+    @property
+    def run_id(self) -> str:
+        return self._run_id
+
+    @run_id.setter
+    def run_id(self, run_id: str) -> None:
+        """What carries an earlier one, because it was away meanwhile, is ours still."""
+        self._run_ids.add(run_id)
+        self._run_id = run_id
 
     async def catch_up(self, replica: Replica) -> None:
         """One attempt; afterwards the replica is ready, or joining or down with the reason."""
@@ -115,6 +131,7 @@ class Rejoin:
             deadline_s=self._load_timeout_s,
             retry_s=self._load_retry_s,
             retry_max_s=self._load_retry_max_s,
+            spare=await self._retired_with_files(),
         )
         marker: str | None = None
         first: Probe | None = None
@@ -163,6 +180,13 @@ class Rejoin:
                     result, detail = await self._carry_out(replica.id, step)
                     plan.stepped(result, detail, self._replicas.now_s())
 
+    async def _retired_with_files(self) -> frozenset[AdapterName]:
+        """Retired names that somebody may still ask for, and whose files can be loaded again."""
+        ledger = self._replicas.ledger
+        names = ledger.retired_names()[-MAX_SPARE:]
+        adapters = [a for name in names if (a := ledger.get(name)) is not None]
+        return await asyncio.to_thread(lambda: frozenset(a.name for a in adapters if _has_files(a)))
+
     async def _look(self, replica: Replica, epoch: int) -> Probe | None:
         """A look, told to the fleet; None when it showed no living vLLM."""
         fleet = self._replicas.fleet
@@ -184,19 +208,20 @@ class Rejoin:
         fleet = self._replicas.fleet
         label = self._replicas.label(replica.id)
         now_s = self._replicas.now_s()
-        if self._models is None:
-            self._models = (replica.id, seen.base_models)
-        first, models = self._models
-        if models != seen.base_models:
+        other = self._other_model(replica.id, seen.base_models)
+        if other is not None:
+            first, models = other
             why = (
                 f"serves {', '.join(seen.base_models)}, but {first} serves {', '.join(models)}; "
-                "start it with the same model"
+                "start them with the same model"
             )
-            log.error("%s stays out: it %s", label, why)
-            self._replicas.apply(fleet.exclude(replica.id, "model_differs", why, now_s))
+            if replica.error_code != "model_differs":
+                log.error("%s stays out: it %s", label, why)
+            fleet.catch_up_failed(replica.id, epoch, "model_differs", why, now_s)
             return False
-        foreign = (seen.identity or "").startswith(MARKER_PREFIX) and seen.identity != self.run_id
-        if foreign and replica.was_ready:
+        self._models[replica.id] = seen.base_models
+        marked = (seen.identity or "").startswith(MARKER_PREFIX)
+        if marked and seen.identity not in self._run_ids and replica.was_ready:
             why = f"carries the marker {seen.identity} of another run: two daemons share it"
             log.error("%s stays out: it %s", label, why)
             self._replicas.apply(fleet.exclude(replica.id, "foreign_run", why, now_s))
@@ -207,9 +232,24 @@ class Rejoin:
             fleet.catch_up_failed(replica.id, epoch, "no_push", missing, now_s)
             log.warning("%s cannot join: it %s", label, missing)
             return False
-        if replica.block_tokens is None:
+        if replica.block_tokens is None or seen.identity != self.run_id:
             await self._read_facts(replica, label)
         return replica.epoch == epoch
+
+    def _other_model(
+        self, replica: ReplicaId, models: tuple[str, ...]
+    ) -> tuple[ReplicaId, tuple[str, ...]] | None:
+        """A replica that is up and serves something else, with what it serves.
+
+        One that is down says nothing: it may be the wrong one, and be started anew just now.
+        """
+        fleet = self._replicas.fleet
+        self._models = {
+            id: served
+            for id, served in self._models.items()
+            if id != replica and id in fleet and fleet[id].state is not ReplicaState.DOWN
+        }
+        return next(((id, had) for id, had in self._models.items() if had != models), None)
 
     async def _read_facts(self, replica: Replica, label: str) -> None:
         """Block size and LoRA settings; a server that does not tell them is taken as it is."""
@@ -331,6 +371,8 @@ class Rejoin:
 
     def weakest_lora(self) -> LoraLimits:
         """The smallest limits of the replicas that told theirs; None where nobody did."""
+        fleet = self._replicas.fleet
+        self.facts = {id: found for id, found in self.facts.items() if id in fleet}
         told = [f.lora for f in self.facts.values() if f.lora is not None]
 
         def least(nth: int) -> int | None:
@@ -355,13 +397,13 @@ class Rejoin:
                 return
             self._rebuild_deadline_s = now_s + REBUILD_S
         if all(r.id in self._seen for r in self._replicas.fleet):
-            self._adopt()
+            await self._adopt()
         if seen is not None and not self._rebuilt.is_set():
             try:
                 async with asyncio.timeout(max(0.0, self._rebuild_deadline_s - now_s)):
                     await self._rebuilt.wait()
             except TimeoutError:
-                self._adopt()
+                await self._adopt()
 
     async def rebuilt(self) -> None:
         """Until it is known what the last daemon left, or that no replica is there to tell."""
@@ -370,32 +412,58 @@ class Rejoin:
                 return
             await self._replicas.changed(LOOK_S)
 
-    def _adopt(self) -> None:
+    async def _adopt(self) -> None:
         """All that can be seen is seen: take over what the last daemon of this run left."""
-        if self._rebuilt.is_set():
+        if self._adopting:
+            await self._rebuilt.wait()
             return
-        self._rebuilt.set()
+        self._adopting = True
+        try:
+            journal = await asyncio.to_thread(self._journal.read) if self._journal else None
+            await self._take_over(journal)
+        finally:
+            self._rebuilt.set()
+            self._seen.clear()
+            self._replicas.rebuilding = False
+            self._replicas.notify()
+
+    async def _take_over(self, journal: tuple[str, dict[str, object]] | None) -> None:
         seen = [probe for probe in self._seen.values() if probe is not None]
         # A replica that restarted meanwhile has no marker; those of two runs are nobody's.
         markers = {p.identity for p in seen if p.identity and p.identity.startswith(MARKER_PREFIX)}
+        nobody_marked = not markers
         marker = markers.pop() if len(markers) == 1 else None
         if marker is not None:
             self.run_id = marker
             seen = [probe for probe in seen if probe.identity == marker]
-        journal = self._journal.read() if self._journal is not None else None
         if journal is not None and journal[0] == marker:
             self._restore(journal[1])
+        elif journal is not None and nobody_marked:
+            # They were all started anew while we were away, or an old run's journal was given.
+            self._restore(journal[1])
+            await self._keep_what_has_files()
+            self.run_id = journal[0]
         else:
             if journal is not None:
                 log.warning("the journal is of another run (%s) and is left out", journal[0])
-            self._adopt_common(seen)
+            if marker is not None or all(probe.identity is None for probe in seen):
+                self._adopt_common(seen)
+            # Else they are of no run of ours: what they list is nobody's, and is swept.
         if self.run_id == marker and all(probe.paused for probe in seen):
             # Weights may be changing in place right now: only the trainer may resume.
             log.warning("the replicas of this run are paused; they stay so until a resume")
             self._pause.found(real=True)
             self._replicas.fleet.expect_paused(True, self._replicas.now_s())
-        self._replicas.rebuilding = False
-        self._replicas.notify()
+
+    async def _keep_what_has_files(self) -> None:
+        """A name that no replica holds, and that none could load, would keep all from ready."""
+        ledger = self._replicas.ledger
+        for name in ledger.known_names():
+            adapter = ledger.get(name)
+            if adapter is not None and not await asyncio.to_thread(_has_files, adapter):
+                log.warning("%s is left out of the journal's names: its files are gone", name)
+                ledger.retire(name, self._replicas.now_s())
+                ledger.forget(name)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         """From the journal: also what no replica is there to show. Catching up checks it."""
@@ -414,6 +482,8 @@ class Rejoin:
 
     def _adopt_common(self, seen: Sequence[Probe]) -> None:
         """Without a journal: what all replicas hold alike, by its path or by the digest in it."""
+        if not seen:
+            return
 
         def holds(probe: Probe) -> set[tuple[str, str]]:
             return {(n, own_copy.digest_in(p) or p) for n, p in probe.listed.items()}
@@ -428,6 +498,12 @@ class Rejoin:
         if common:
             names = ", ".join(name for name, _ in sorted(common))
             log.info("adapters found on all %d replicas and taken over: %s", len(seen), names)
+
+
+def _has_files(adapter: LiveAdapter) -> bool:
+    return any(
+        (Path(path) / CONFIG).is_file() for path in (adapter.copy, adapter.loaded_from) if path
+    )
 
 
 def _words(answer: Answer | NoAnswer) -> str:

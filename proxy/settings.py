@@ -40,7 +40,7 @@ OLD_NAMES: Final[Mapping[str, str]] = {
 }
 """Environment names of the script that people come from, understood for a drop-in start."""
 
-FOREIGN_NAMES: Final = re.compile(r"ROLLMUX_(PUSH_KEY|URL|CONFIG|E2E_.*)")
+FOREIGN_NAMES: Final = re.compile(r"ROLLMUX_(PUSH_KEY|PUSH_ROOT|PUSH_MAX_MB|URL|CONFIG|E2E_.*)")
 """Names with our prefix that belong to a recipe, a replica's push endpoint or the tests."""
 
 

@@ -237,6 +237,7 @@ def test_server_info_is_the_first_replicas_with_the_weakest_limits():
         "model": BASE,
         "dtype": "torch.bfloat16",
         "max_model_len": 2048,
+        "logprobs_mode": "processed_logprobs",
         "seed": 0,
     }
     assert joined["vllm_env"] == {"VLLM_X": "1"}

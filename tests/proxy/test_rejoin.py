@@ -128,7 +128,7 @@ async def test_a_replica_of_another_model_stays_out_with_the_reason(start):
             lambda: any(r.error_code == "model_differs" for r in running.daemon.replicas.fleet)
         )
         out = next(r for r in (await running.status())["replicas"] if r["state"] != "ready")
-        assert "start it with the same model" in out["last_error"]
+        assert "start them with the same model" in out["last_error"]
         assert (await running.client.get("/health")).status_code == 503
 
 
