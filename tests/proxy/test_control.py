@@ -228,6 +228,28 @@ async def test_replicas_come_and_go_with_the_admin_key_only(start, pair):
     await running.until(lambda: "r0" not in running.daemon.replicas.fleet)
     assert [r["id"] for r in (await running.status())["replicas"]] == ["r1"]
     assert (await running.complete("tiny", [1])).headers["x-rollmux-replica"] == "r1"
+    page = (await running.client.get("/metrics")).text
+    for gauge in ("replica_info", "replica_state", "replica_inflight"):
+        assert f'rollmux_{gauge}{{replica="r1"' in page
+        assert f'rollmux_{gauge}{{replica="r0"' not in page
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+async def test_a_replica_added_on_another_host_gets_the_token_only_where_that_was_said(
+    start, pair, trusted
+):
+    running = await start(
+        [pair[0].url],
+        secrets=Secrets(admin_key="root", token="secret"),
+        token_hosts=("localhost",) if trusted else ("*.example.org",),
+    )
+    url = pair[1].url.replace("127.0.0.1", "localhost")
+    key = {"x-rollmux-admin-key": "root"}
+    answer = await running.client.post("/proxy/replicas", json={"url": url}, headers=key)
+    assert answer.status_code == 200
+    await running.until_ready(2)
+    sent = [{c.header("authorization") for c in r.log} for r in pair]
+    assert sent == [{"Bearer secret"}, {"Bearer secret"} if trusted else {None}]
 
 
 async def test_without_an_admin_key_nobody_changes_the_fleet(start, pair):

@@ -279,6 +279,13 @@ def test_sigints_after_sigterm_shorten_the_end() -> None:
     assert history.state.deadline_s == history.now_s + sup.ESCALATE_S
 
 
+def test_sigints_after_sigterm_never_prolong_the_end() -> None:
+    history = History.training(drain_s=2)
+    history.play(TERM, INT, INT)
+    assert history.state.deadline_s == history.now_s + 2
+    assert history.state.stop_by_s == history.now_s + 2 + sup.STOP_SLACK_S
+
+
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2"])
 def test_other_signals_are_only_passed_on(name: str) -> None:
     history = History.training()
