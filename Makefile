@@ -6,7 +6,7 @@ READY := .venv/ready
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format e2e bench docs constraints clean
+.PHONY: help demo test check format image e2e bench docs constraints clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9]*\):.*## /  make \1	/p' Makefile | expand -t 20
@@ -15,7 +15,7 @@ demo: $(READY) ## the whole system on this machine, with simulated replicas (ARG
 	@$(PYTHON) -m proxy demo $(ARGS)
 
 test: $(READY) ## all tests that need nothing but this checkout
-	@$(PYTHON) -m pytest -q --ignore=tests/e2e $(ARGS)
+	@$(PYTHON) -m pytest -q --ignore=tests/e2e --ignore=tests/image $(ARGS)
 
 check: $(READY) ## lint, format, types
 	@$(PYTHON) -m ruff check .
@@ -26,6 +26,9 @@ format: $(READY) ## put the source into shape
 	@$(PYTHON) -m ruff check --fix .
 	@$(PYTHON) -m ruff format .
 
+image: $(READY) ## builds the container image and runs it (needs root, buildah and debootstrap)
+	@$(PYTHON) -m pytest -q -rs -m image tests/image $(ARGS)
+
 e2e: $(READY) ## end to end on real vLLM and TRL, on the CPU (builds 3.5 GB once, outside the tree)
 	@$(PYTHON) tests/e2e/environment.py
 	@$(PYTHON) -m pytest -q -m e2e tests/e2e $(ARGS)
@@ -34,6 +37,7 @@ bench: $(READY) ## measurements, about ten minutes
 	@$(PYTHON) -m benchmarks.decisions
 	@$(PYTHON) -m benchmarks.publication
 	@$(PYTHON) -m benchmarks.syncs
+	@$(PYTHON) -m benchmarks.large_adapter
 
 docs: $(READY) ## the tables of README.md and docs/, from the source
 	@$(PYTHON) -m proxy.reference
