@@ -101,7 +101,11 @@ class Daemon:
             self.metrics,
             key=secrets.push_key,
             transport=settings.adapter_transport,
-            cache=Path(settings.push_cache or default_cache(settings.port)),
+            cache=(
+                Path(settings.push_cache).resolve()
+                if settings.push_cache
+                else default_cache(settings.port)
+            ),
             max_bytes=settings.push_cache_mb << 20,
             timeout_s=settings.attempt_timeout_s,
         )

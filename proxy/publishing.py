@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import stat
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -403,12 +404,12 @@ class Publishing:
         cannot be made, a local one for those that are pushed to."""
         pushing = self._pushing
         replicas = [r.id for r in self._replicas.fleet]
-        if self._own_copies and not pushing.takes_all(replicas):
+        if self._own_copies and not (pushing.required or pushing.takes_all(replicas)):
             copy = await asyncio.to_thread(own_copy.make, source, name)
             if isinstance(copy, own_copy.OwnCopy):
                 return Prepared(str(copy.path), copy.digest, str(copy.path))
             self._tell(f"adapters are loaded from the trainer's own path: {copy.reason}")
-        if not any(r in pushing for r in replicas):
+        if not (pushing.required or any(r in pushing for r in replicas)):
             return Prepared(str(source))
         copy = await asyncio.to_thread(self._cached, source, name)
         if isinstance(copy, own_copy.OwnCopy):
@@ -421,8 +422,9 @@ class Publishing:
         cache, ledger = self._pushing.cache, self._replicas.ledger
         try:
             cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if cache.stat().st_uid != os.getuid():
-                return own_copy.NoCopy(f"{cache} belongs to somebody else; give --push-cache")
+            found = cache.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+                return own_copy.NoCopy(f"{cache} is not a folder of ours; give --push-cache")
         except OSError as exc:
             return own_copy.NoCopy(f"{cache} cannot be made: {exc.strerror or exc}")
         wanted = {Path(a.copy) for n in ledger.known_names() if (a := ledger.get(n)) and a.copy}

@@ -113,6 +113,29 @@ async def test_one_replica_on_push_and_one_on_a_mount_that_lags(pushing, tmp_pat
         assert len(a.calls(LOAD)) == 1
 
 
+async def test_nothing_is_written_to_the_trainers_folder_while_a_replica_is_away(pushing, tmp_path):
+    async with pushed_to(tmp_path) as (a, b):
+        b.refuse()
+        urls = [a.url, b.url]
+        running = await pushing(urls, adapter_transport="push", own_copies="auto", ready=1)
+        assert (await load(running, 1, adapter(tmp_path, 1))).status_code == 200
+        assert names_in(tmp_path / "trainer") == ["trl-policy-v1"]
+        await b.listen()
+        await running.until_ready(2)
+        assert list(paths_of(b)) == ["trl-policy-v1"]
+
+
+async def test_a_cache_that_is_not_ours_is_not_used(pushing, tmp_path, caplog):
+    (tmp_path / "elsewhere").mkdir()
+    cache = tmp_path / "cache"
+    async with pushed_to(tmp_path, 1) as (a,):
+        running = await pushing([a.url], push_cache=str(cache))
+        cache.symlink_to(tmp_path / "elsewhere")
+        assert (await load(running, 1, adapter(tmp_path, 1))).status_code == 200
+        assert names_in(tmp_path / "elsewhere") == []
+        assert "give --push-cache" in caplog.text
+
+
 async def test_without_the_endpoint_push_keeps_a_replica_out_and_says_what_to_do(
     pushing, tmp_path, caplog
 ):
