@@ -25,24 +25,26 @@ class Journal:
         self._ledger = ledger
         self._pause = pause
         self._written = b""
+        self._order = asyncio.Lock()
 
     async def save(self, run_id: str) -> None:
         """Before a control call is answered. A full disk is told, and stops nothing."""
-        state = orjson.dumps(
-            {
-                "rollmux_journal": FORMAT,
-                "run_id": run_id,
-                "ledger": self._ledger.snapshot(),
-                "pause_query": self._pause.query,
-            }
-        )
-        if state == self._written:
-            return
-        try:
-            await asyncio.to_thread(_replace, self._path, state)
-            self._written = state
-        except OSError as exc:
-            log.error("the journal %s is not written: %s", self._path, exc.strerror or exc)
+        async with self._order:  # an older state must not land on a newer one
+            state = orjson.dumps(
+                {
+                    "rollmux_journal": FORMAT,
+                    "run_id": run_id,
+                    "ledger": self._ledger.snapshot(),
+                    "pause_query": self._pause.query,
+                }
+            )
+            if state == self._written:
+                return
+            try:
+                await asyncio.to_thread(_replace, self._path, state)
+                self._written = state
+            except OSError as exc:
+                log.error("the journal %s is not written: %s", self._path, exc.strerror or exc)
 
     def read(self) -> tuple[str, dict[str, object]] | None:
         """The run's marker and the state of the ledger; None where there is nothing to go by."""

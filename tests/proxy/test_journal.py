@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import orjson
 
 from benchmarks.adapter import write_adapter
+from broadcast.ledger import Ledger
+from broadcast.pause import Pause
+from proxy import journal
 
 LOAD = "/v1/load_lora_adapter"
 
@@ -60,3 +66,25 @@ async def test_a_damaged_journal_is_named_and_left_out(start, pair, tmp_path, ca
     running = await start([r.url for r in pair], state_file=str(state))
     assert (await running.complete("tiny", [1])).status_code == 200
     assert str(state) in caplog.text
+
+
+async def test_what_is_saved_last_is_what_was_last(tmp_path, monkeypatch):
+    """Calls that are not in order with each other save beside each other, a thread each."""
+    path, ledger = tmp_path / "state", Ledger()
+    kept = journal.Journal(path, ledger, Pause())
+    replace, later = journal._replace, threading.Event()
+
+    def slow(*what):
+        if b"late" not in what[1]:
+            later.wait(0.5)  # for the one that came after, if it does not wait for us
+        replace(*what)
+        later.set()
+
+    monkeypatch.setattr(journal, "_replace", slow)
+    ledger.commit("early", "/early", 0.0)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(kept.save("run"))
+        await asyncio.sleep(0)
+        ledger.commit("late", "/late", 1.0)
+        group.create_task(kept.save("run"))
+    assert b"late" in path.read_bytes()
