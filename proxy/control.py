@@ -242,6 +242,10 @@ class Control:
         undo = self._pause.pause_done(decision, paused, failed, unknown)
         if not undo and not failed and paused:
             self._expect_paused(True)
+            for late in fleet.routable():
+                if late.id not in answers:  # it became ready meanwhile, and runs
+                    moved = fleet.must_rejoin(late.id, "missed_pause", "is not paused yet", now_s)
+                    self.replicas.apply(moved)
             if b"clear_cache=false" not in decision.target.encode():
                 self.replicas.router.forget_all()
             reached = {id: a for id, a in answers.items() if id in paused}

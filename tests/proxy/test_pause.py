@@ -202,3 +202,18 @@ async def test_a_fleet_that_sleeps_is_left_asleep_until_it_is_woken(start, pair)
     running.daemon.replicas.on_transition.append(lambda moved: codes.append(moved.code))
     pair[0].engine.pause(asyncio.get_running_loop().time(), "keep")  # by somebody else
     await running.until(lambda: "pause_differs" in codes)
+
+
+async def test_a_replica_that_becomes_ready_during_a_pause_is_paused_too(start, pair):
+    """It must not run on while the others take other weights in."""
+    pair[1].refuse()
+    running = await start([r.url for r in pair], pause="eager", ready=1, probe_s=60)
+    pair[0].faults.add("/pause", late_s=3.0)
+    async with asyncio.TaskGroup() as group:
+        pausing = group.create_task(running.client.post("/pause?mode=keep"))
+        await running.until(lambda: pair[0].calls("/pause"))
+        await pair[1].listen()
+        await running.until_ready(2)
+    assert pausing.result().status_code == 200
+    await running.until(lambda: standing(pair) == [True, True])
+    await running.until_ready(2)
