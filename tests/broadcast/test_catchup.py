@@ -201,6 +201,33 @@ def test_what_is_committed_meanwhile_is_loaded_too():
     assert look(machine, listed(A1), now_s=1.0) == LOAD2
 
 
+def retired_too() -> Ledger:
+    """V1 is retired, V2 is live."""
+    book = ledger(V1)
+    book.commit(V2, A2.path, 1.0)
+    book.retire(V1, 1.0)
+    return book
+
+
+def test_retired_names_are_loaded_again_where_their_files_are_there():
+    machine = CatchUp(retired_too(), 0.0, spare={V1})
+    assert look(machine, {}) == LOAD1
+    machine.stepped(StepResult.OK, "", 0.0)
+    assert machine.next(0.0) == LOAD2
+    machine.stepped(StepResult.OK, "", 0.0)
+    assert look(machine, listed(A1, A2)) == Joined(listed(A1, A2))
+
+
+@pytest.mark.parametrize("result", [StepResult.LATER, StepResult.UNKNOWN, StepResult.FAILED])
+def test_a_retired_name_that_cannot_be_loaded_again_holds_up_nobody(result: StepResult):
+    machine = CatchUp(retired_too(), 0.0, spare={V1})
+    assert look(machine, {}) == LOAD1
+    machine.stepped(result, "no", 0.0)
+    assert machine.next(0.0) == LOAD2
+    machine.stepped(StepResult.OK, "", 0.0)
+    assert look(machine, listed(A2)) == Joined(listed(A2))
+
+
 def test_a_clear_that_it_missed_is_made_up_for_and_counted():
     book = ledger(V1)
     book.cache_cleared()

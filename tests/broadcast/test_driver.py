@@ -26,6 +26,7 @@ from broadcast.publication import (
     Rules,
     begin,
 )
+from broadcast.transport import Undelivered
 from routing.ids import AdapterName, ReplicaId
 
 NAME = AdapterName("trl-policy-v7")
@@ -408,5 +409,75 @@ def test_cancelled_at_any_await_it_leaves_no_task_and_no_call(at_s: float) -> No
             await task
         assert fleet.out == 0
         assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    played(main)
+
+
+def test_each_replica_loads_from_where_its_files_were_brought() -> None:
+    async def main() -> None:
+        fleet = Fleet(A, B)
+
+        async def deliver(replica: ReplicaId) -> str:
+            return PATH if replica == A else f"/dev/shm/{replica}/trl-policy-v7-abc"
+
+        end = await fleet.publish(deliver=deliver)
+        assert end.committed
+        assert end.paths == {A: PATH, B: "/dev/shm/r1/trl-policy-v7-abc"}
+        assert {r: listed[NAME] for r, listed in fleet.listed.items()} == end.paths
+
+    played(main)
+
+
+def test_the_name_under_another_path_than_the_delivered_one_is_not_ours() -> None:
+    async def main() -> None:
+        fleet = Fleet(A)
+
+        async def elsewhere(fleet: Fleet, replica: ReplicaId, target: str) -> Answer:
+            fleet.listed[replica][NAME] = PATH  # the shared path, though the files were brought
+            return Answer(200, b"Success")
+
+        async def deliver(replica: ReplicaId) -> str:
+            return "/dev/shm/r0/trl-policy-v7-abc"
+
+        fleet.script = {(A, LOAD): once(elsewhere)}
+        end = await fleet.publish(deliver=deliver)
+        assert end.committed
+        assert fleet.listed[A][NAME] == "/dev/shm/r0/trl-policy-v7-abc"
+        assert len(fleet.calls(A, UNLOAD)) == 1
+
+    played(main)
+
+
+def test_files_that_do_not_arrive_are_sent_again_and_nothing_is_loaded_before() -> None:
+    async def main() -> None:
+        fleet = Fleet(A)
+        lost = [Undelivered("reset"), Undelivered("reset")]
+
+        async def deliver(replica: ReplicaId) -> str | Undelivered:
+            return lost.pop() if lost else PATH
+
+        seen: list[LoadOutcome] = []
+        end = await fleet.publish(
+            deliver=deliver, on_attempt=lambda _, outcome, __: seen.append(outcome)
+        )
+        assert end.committed
+        assert seen == [LoadOutcome.NEVER_RECEIVED] * 2 + [LoadOutcome.LOADED]
+        assert len(fleet.calls(A, LOAD)) == 1
+
+    played(main)
+
+
+def test_a_replica_whose_files_never_arrive_is_left_out_at_the_deadline_with_the_reason() -> None:
+    async def main() -> None:
+        fleet = Fleet(A, B)
+
+        async def deliver(replica: ReplicaId) -> str | Undelivered:
+            return PATH if replica == A else Undelivered("no room")
+
+        end = await fleet.publish(deliver=deliver)
+        assert end.committed
+        assert end.loaded_on == (A,)
+        assert "no room" in end.dropped[B]
+        assert not fleet.calls(B, LOAD)
 
     played(main)
