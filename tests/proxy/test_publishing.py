@@ -258,3 +258,15 @@ async def test_an_adapter_with_truncated_weights_ends_in_one_clear_error(start, 
     assert answer.status_code == 504
     assert "not whole" in answer.json()["error"]["message"]
     assert not any(r.calls(LOAD) for r in pair)
+
+
+async def test_a_name_whose_takeover_was_refused_is_unknown_again(start, pair, tmp_path):
+    """What it stood for is gone from the replicas, and to wait for it would be in vain."""
+    running = await start([r.url for r in pair], hold_s=0.2)
+    path = adapter(tmp_path / "one", "trl-policy-v1", 1)
+    assert (await load(running, "trl-policy-v1", path)).status_code == 200
+    pair[1].faults.add(LOAD, status=500, body=TOO_HIGH)
+    other = adapter(tmp_path / "two", "trl-policy-v1", 2)
+    assert (await load(running, "trl-policy-v1", other)).status_code == 500
+    assert (await running.status())["policy"]["live"] == []
+    assert (await running.complete("trl-policy-v1", [1, 2, 3])).status_code == 404
