@@ -218,6 +218,8 @@ class Publishing:
 
         def on_attempt(replica: ReplicaId, outcome: LoadOutcome, seconds: float) -> None:
             underway.attempted(replica, outcome)
+            if outcome is LoadOutcome.LOADED:
+                ledger.loaded(call.name)
             self._on_attempt(replica, outcome, seconds)
 
         try:
@@ -280,7 +282,8 @@ class Publishing:
                     continue  # pushed: it says nothing about the mount
                 lag = self._lag.get(replica, Lag())
                 self._lag[replica] = lag.seen(result.missed_s.get(replica), seconds)
-            if known is not None and known.copy not in ("", found.copy):
+            unused = call.name not in fleet.inflight_names()
+            if known is not None and known.copy not in ("", found.copy) and unused:
                 await self._remove_copy(known.copy)
         else:
             result = replace(result, message=f"{result.message}{self._addresses(result)}")

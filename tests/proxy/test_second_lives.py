@@ -8,6 +8,7 @@ import shutil
 import httpx
 
 import broadcast.own_copy
+import proxy.publishing
 from benchmarks.adapter import write_adapter
 from benchmarks.replica import SimulatedReplica
 from tests.proxy.trainer import LOAD, UNLOAD, load, policy, publish, save
@@ -166,6 +167,60 @@ async def test_an_adapter_that_was_refused_sets_no_shapes(start, pair, tmp_path)
     assert (await load(running, policy(1), save(tmp_path, 1))).status_code == 400
     other = write_adapter(tmp_path / policy(2), "x", hidden=32, layers=1)
     assert (await load(running, policy(2), other)).status_code == 200
+
+
+async def test_a_name_is_taken_over_only_once_its_last_request_has_ended(start, pair, tmp_path):
+    """A running one would leave cached blocks of the old weights under the name."""
+    running = await start([r.url for r in pair])
+    await publish(running, tmp_path, 1)
+    for replica in pair:
+        replica.faults.add("/v1/completions", delay_s=1.0)
+    told = [len(r.calls(UNLOAD)) for r in pair]
+    fleet = running.daemon.replicas.fleet
+    async with asyncio.TaskGroup() as group:
+        asked = group.create_task(running.complete(policy(1), [1, 2, 3]))
+        await running.until(lambda: policy(1) in fleet.inflight_names())
+        group.create_task(publish(running, tmp_path / "other", 1, seed="other"))
+        await running.until(lambda: [len(r.calls(UNLOAD)) for r in pair] != told)
+        assert policy(1) not in fleet.inflight_names()
+    assert asked.result().status_code == 200
+
+
+async def test_a_load_waits_while_it_would_push_out_what_runs_and_cannot_be_read_again(
+    start, tmp_path
+):
+    """An engine that looks for the files of an adapter it let go dies when they are gone."""
+    async with SimulatedReplica(max_loras=2, max_cpu_loras=2) as replica:
+        running = await start([replica.url])
+        for version in (1, 2):
+            await publish(running, tmp_path, version)
+        shutil.rmtree(tmp_path / policy(1))
+        replica.faults.add("/v1/completions", delay_s=1.0)
+        loads = len(replica.calls(LOAD))
+        fleet = running.daemon.replicas.fleet
+        async with asyncio.TaskGroup() as group:
+            asked = group.create_task(running.complete(policy(1), [1, 2, 3]))
+            await running.until(lambda: policy(1) in fleet.inflight_names())
+            running.daemon.replicas.ledger.loaded(policy(2))  # used after it
+            group.create_task(publish(running, tmp_path, 3))
+            await running.until(lambda: len(replica.calls(LOAD)) > loads)
+            assert policy(1) not in fleet.inflight_names()
+        assert asked.result().status_code == 200
+
+
+async def test_a_takeover_that_breaks_leaves_no_name_that_nobody_holds(
+    start, pair, tmp_path, monkeypatch
+):
+    running = await start([r.url for r in pair], hold_s=600)
+    await publish(running, tmp_path, 1)
+
+    async def broken(*args, **kwargs):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(proxy.publishing, "publish", broken)
+    other = save(tmp_path / "other", 1, "other")
+    assert (await load(running, policy(1), other)).status_code == 500
+    assert (await running.complete(policy(1), [1, 2, 3])).status_code == 404
 
 
 async def test_a_name_taken_over_leaves_no_copy_of_what_it_was(start, pair, tmp_path):
