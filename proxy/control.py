@@ -37,6 +37,7 @@ from proxy.metrics import Metrics
 from proxy.probes import look
 from proxy.proving import Proving
 from proxy.publishing import LoadCall, Publishing, read_load
+from proxy.record import EventSink, no_event
 from proxy.rejoin import MARKER_PREFIX, Rejoin
 from proxy.replicas import Replicas
 from proxy.settings import replica_url
@@ -132,6 +133,7 @@ class Control:
         self._loading: set[asyncio.Task[Any]] = set()
         self._elided = 0
         self._pause_watch: asyncio.Task[None] | None = None
+        self.on_event: EventSink = no_event
 
     # Adapters
 
@@ -217,6 +219,7 @@ class Control:
         decision = self._pause.on_pause(query)
         if isinstance(decision, Acknowledge):
             self._count_elided()
+            self.on_event("pause", real=False)
             log.info("pause acknowledged; the replicas go on (new adapters need no pause)")
             return decision.answer
         if self.replicas.fleet.inflight() and b"mode=keep" not in query:
@@ -246,8 +249,10 @@ class Control:
                 if late.id not in answers:  # it became ready meanwhile, and runs
                     moved = fleet.must_rejoin(late.id, "missed_pause", "is not paused yet", now_s)
                     self.replicas.apply(moved)
-            if b"clear_cache=false" not in decision.target.encode():
+            clears = b"clear_cache=false" not in decision.target.encode()
+            if clears:
                 self.replicas.router.forget_all()
+            self.on_event("pause", real=True, clear_cache=clears)
             reached = {id: a for id, a in answers.items() if id in paused}
             return joins.joined_success(reached, self._fanout.urls(), "pause")
         log.error("pause failed on %s; it is undone", ", ".join((*failed, *unknown)) or "all")
@@ -286,10 +291,12 @@ class Control:
         decision = self._pause.on_resume()
         if isinstance(decision, Acknowledge):
             self._count_elided()
+            self.on_event("resume", real=False)
             return decision.answer
         targets = self.replicas.fleet.routable()
         left = await self._resume_these(tuple(r.id for r in targets))
         self._pause.resume_done(left)
+        self.on_event("resume", real=True)
         self._count_elided()
         ready = self.replicas.fleet.routable()
         if left and not ready:
@@ -312,7 +319,10 @@ class Control:
 
         ``joining``: on replicas that are not ready yet, too.
         """
+        was_paused = self._pause.paused
         decision = self._pause.abandon()
+        if was_paused:
+            self.on_event("resume", real=decision is not None)
         if decision is not None:
             states = {ReplicaState.READY, ReplicaState.JOINING} if joining else {ReplicaState.READY}
             targets = tuple(r.id for r in self.replicas.fleet if r.state in states)

@@ -33,6 +33,8 @@ from proxy.probes import Probes
 from proxy.proving import Proving
 from proxy.publishing import Publishing
 from proxy.pushing import Pushing, default_cache
+from proxy.record import RequestRecord
+from proxy.recorder import Recorder
 from proxy.rejoin import MARKER_PREFIX, Rejoin
 from proxy.replicas import Replicas
 from proxy.settings import Secrets, Settings
@@ -54,6 +56,8 @@ DEFAULT_BLOCK_TOKENS = 16
 """vLLM's own default (0.27.1), used while no replica has told its block size."""
 LOOK_S = 1.0
 """What a stop may wait for looks at replicas that are under way."""
+TRACE_S = 2.0
+"""What a stop may spend on the end of the trace."""
 RELEASE_S = 5.0
 """What a stop may spend on resuming replicas that are really paused."""
 
@@ -63,9 +67,10 @@ class Daemon:
 
     def __init__(self, settings: Settings, secrets: Secrets) -> None:
         self._settings = settings
+        self.metrics = Metrics(version())
+        self.recorder = self._recorder()  # first: it may refuse, and nothing is to be closed yet
         self._seed = random_secrets.randbits(32)
         self.tasks = Tasks("daemon")
-        self.metrics = Metrics(version())
         self.bearer = bearer_of(settings, secrets)
         context = ssl.create_default_context(cafile=settings.ca_file)
         fleet = Fleet(
@@ -174,6 +179,8 @@ class Daemon:
             journal=journal,
         )
         self.sources = Sources(self.replicas, self.probes.watch)
+        if self.recorder is not None:
+            self.status.on_event = self.control.on_event = self.recorder.on_event
         self._hub_jobs = _hub_jobs(settings, secrets)
         generations = Generations(
             self.replicas,
@@ -181,8 +188,9 @@ class Daemon:
             body_timeout_s=settings.body_timeout_s,
             # A client's own credentials go on to a replica only where we have none to guard.
             keep_authorization=secrets.api_key is None and not self.bearer,
-            on_record=self.status.on_record,
+            on_record=self._on_record,
             tasks=self.tasks,
+            count_tokens=self.recorder is not None,
         )
         self.status.held = lambda: generations.held
         self.hints = Hints(
@@ -232,7 +240,7 @@ class Daemon:
         self.serving = self.tasks.start(self._server.serve(sockets=[listener]), "server")
 
     async def stop(self) -> None:
-        """Drain what is in flight, resume what is paused, close. Bounded by ``drain_s`` + 12 s."""
+        """Drain what is in flight, resume what is paused, close. Bounded by ``drain_s`` + 14 s."""
         drain_s = self._settings.drain_s
         if not self.serving.done():
             log.info(
@@ -256,15 +264,38 @@ class Daemon:
             await self._gate.close()
         if self._hub_jobs is not None:
             await self._hub_jobs.close()
+        if self.recorder is not None:
+            await asyncio.to_thread(self.recorder.close, TRACE_S)
         # A transport closes its socket in the loop's next turn, which must still come.
         await asyncio.sleep(0)
 
-    def _make_router(self, block_tokens: int | None) -> Router:
+    def _recorder(self) -> Recorder | None:
+        """:raises SettingsError: the trace cannot be written."""
         settings = self._settings
+        if settings.record is None:
+            return None
+        return Recorder(
+            Path(settings.record),
+            now_s=asyncio.get_running_loop().time,
+            router=settings.router,
+            max_tracked_blocks=settings.max_tracked_blocks,
+            metrics=self.metrics,
+        )
+
+    def _on_record(self, record: RequestRecord) -> None:
+        self.status.on_record(record)
+        if self.recorder is not None:
+            self.recorder.on_record(record)
+
+    def _make_router(self, told_tokens: int | None) -> Router:
+        settings = self._settings
+        block_tokens = settings.block_size or told_tokens or DEFAULT_BLOCK_TOKENS
+        if self.recorder is not None:
+            self.recorder.block_tokens = block_tokens
         return registry.load(
             settings.router,
             RouterSettings(
-                block_tokens=settings.block_size or block_tokens or DEFAULT_BLOCK_TOKENS,
+                block_tokens=block_tokens,
                 spill_threshold=settings.spill_threshold,
                 max_tracked_blocks=settings.max_tracked_blocks,
                 seed=self._seed,

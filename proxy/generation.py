@@ -31,6 +31,7 @@ from proxy.errors import (
 from proxy.judge import Verdict, judge, judge_piece
 from proxy.record import RequestRecord
 from proxy.replicas import Replicas
+from proxy.reply_tokens import StreamTokens, of_whole
 from proxy.tasks import Tasks
 from proxy.upstream import Reply, UpstreamBroken
 from routing.ids import ReplicaId
@@ -98,6 +99,7 @@ class Generations:
         keep_authorization: bool,
         on_record: Callable[[RequestRecord], None],
         tasks: Tasks,
+        count_tokens: bool = False,
     ) -> None:
         self._replicas = replicas
         self._hold_s = hold_s
@@ -106,6 +108,7 @@ class Generations:
             NOT_FORWARDED - {b"authorization"} if keep_authorization else NOT_FORWARDED
         )
         self._on_record = on_record
+        self._count_tokens = count_tokens
         self.held = 0
         """Generations that wait for a replica."""
         self._tasks = tasks
@@ -295,6 +298,8 @@ class Generations:
         epoch = replica.epoch
         record.replica = replica.id
         record.decision = decision.reason
+        record.prompt = generation.prompt
+        record.path = decision.path
         record.attempts += 1
         record.phase = "upstream"
         if not record.sent_s:
@@ -307,6 +312,8 @@ class Generations:
                 )
                 try:
                     data = await self._fit(reply, replica, epoch, generation)
+                    if generation.stream:
+                        record.first_piece_s = asyncio.get_running_loop().time()
                     await self._pass_on(client, record, reply, data)
                     if record.error:  # told in the stream itself, which has ended well
                         replicas.died(replica, record.error, epoch)
@@ -384,14 +391,22 @@ class Generations:
             record.reply_bytes = len(data)
             await client.start(reply.status, headers)
             await client.finish(data)
+            if self._count_tokens and reply.status == 200:
+                told = of_whole(data)
+                record.prompt_tokens, record.output_tokens = told.prompt, told.output
             return
         await client.start(reply.status, headers)
         if data is None:
             data = await reply.chunk()
         last = b""
+        counted = StreamTokens() if self._count_tokens and reply.status == 200 else None
         while data:
             record.reply_bytes += len(data)
             await client.write(data)
+            if counted is not None:
+                counted.feed(data)
+                told = counted.result()
+                record.prompt_tokens, record.output_tokens = told.prompt, told.output
             if judge_piece(data) is Verdict.ENGINE_DEAD:
                 record.error = Verdict.ENGINE_DEAD
             last = data

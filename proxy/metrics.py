@@ -98,6 +98,9 @@ class Metrics:
             _GENERATION_S,
             "replica",
         )
+        self.trace_lines = counter(
+            "trace_lines_total", "Lines of the trace file, written or dropped.", "result"
+        )
         self.loop_lag = gauge("event_loop_lag_seconds", "Lateness of a timer, worst in 10 s.")
         self.build_info = gauge("build_info", "Always 1: the version.", "version")
         self.build_info.labels(version).set(1)
@@ -106,6 +109,8 @@ class Metrics:
             self.publications.labels(outcome)
         for outcome in ("agree", "differ", "unclear"):
             self.weight_proofs.labels(outcome)
+        for result in ("written", "dropped"):
+            self.trace_lines.labels(result)
         for reason in ("affinity", "spilled", "unmatched"):
             self.decisions.labels(reason)
         self._words: set[str] = {"affinity", "spilled", "unmatched"}

@@ -517,6 +517,7 @@ class Publishing:
         replicas.fleet.close(name)
         replicas.ledger.forget(name)
         replicas.router.forget_adapter(name)
+        self._status.on_event("unload", model=name)
         replicas.notify()
         body = orjson.dumps({"lora_name": name})
         told = await self._fanout.all(

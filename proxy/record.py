@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from routing.blocks import Path
+
+EventSink = Callable[..., None]
+"""Called with ``publish``, ``unload``, ``pause`` or ``resume``, and what is to be known of it."""
+
+
+def no_event(event: str, **fields: object) -> None:
+    """Nobody records."""
 
 
 @dataclass(slots=True)
@@ -20,6 +30,8 @@ class RequestRecord:
     """When the whole request was here."""
     sent_s: float = 0.0
     """When it was first sent on."""
+    first_piece_s: float = 0.0
+    """When the first piece of a stream was here; 0 for a reply that is held until it is whole."""
     ended_s: float = 0.0
     replica: str = ""
     decision: str = ""
@@ -32,5 +44,12 @@ class RequestRecord:
     failovers: tuple[tuple[str, str], ...] = ()
     """(replica, cause) of each attempt that was given up."""
     client_gone: bool = False
+    prompt: Sequence[int] | bytes = ()
+    path: Path | None = None
+    """The prompt's chained hashes, where the policy has made them."""
+    prompt_tokens: int = 0
+    """As the replica counts them; 0 where it does not tell, and while no trace is written."""
+    output_tokens: int = 0
+    """As ``prompt_tokens``; of a stream that does not tell, the number of its events."""
     error: str = ""
     """The daemon's own error code, if it answered itself."""

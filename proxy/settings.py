@@ -24,11 +24,6 @@ ENV_PREFIX: Final = "ROLLMUX_"
 MAX_SECONDS: Final = 10_000_000.0
 """116 days. An event loop's timer overflows on much larger numbers; nobody means them."""
 
-NOT_YET: Final[Mapping[str, str]] = {
-    "record": "recording a trace is not in this version; leave it out",
-}
-"""Settings of the contract that this version cannot honour: refused, not ignored."""
-
 OLD_NAMES: Final[Mapping[str, str]] = {
     "UPSTREAM_URLS": "replicas",
     "PROXY_PORT": "port",
@@ -82,7 +77,7 @@ class OptionInfo:
     @property
     def help_text(self) -> str:
         """What it is for, for help and tables."""
-        return f"{self.option.help}{'; not in this version' if self.field in NOT_YET else ''}"
+        return self.option.help
 
     @property
     def default_text(self) -> str:
@@ -470,7 +465,9 @@ class Settings:
     control_timeout_s: float = _time(60, "one pause, resume, reset or unload on one replica")
     attempt_timeout_s: float = _time(120, "one attempt to load an adapter on one replica")
     body_timeout_s: float = _time(60, "a client's request body has to arrive within it")
-    record: str | None = _path("write a trace of the run, without prompts, to this file")
+    record: str | None = _path(
+        "write a trace of the run, without prompts, to this file; compressed if it ends in .zst"
+    )
     state_file: str | None = _path("small journal of the ledger, for a restart of the daemon")
     log_format: str = _setting(
         "text", _one_of("text", "json"), "shape of a log line", metavar="text|json"
@@ -561,7 +558,6 @@ def load(argv_options: Mapping[str, Any], environ: Mapping[str, str]) -> Loaded:
         settings = replace(settings, load_retry_max_s=settings.load_retry_s)
     labels = {name: info.flag for name, info in _OPTIONS.items()}
     labels |= {name: value.label for name, value in given.items()}
-    _check_not_yet(settings, labels)
     _check_files(settings, labels)
     _check_replicas(settings, labels)
     _check_exposure(settings, labels)
@@ -666,12 +662,6 @@ FOLLOWED: Final = ("replicas_file", "replicas_dns", "replicas_hf_label")
 """Settings that name a source of replicas which changes while we run."""
 
 
-def _check_not_yet(settings: Settings, labels: Mapping[str, str]) -> None:
-    for name, line in NOT_YET.items():
-        if getattr(settings, name) is not None:
-            raise SettingsError(f"{labels[name]}: {line}")
-
-
 def _check_files(settings: Settings, labels: Mapping[str, str]) -> None:
     for name in ("replicas_file", "token_file", "ca_file"):
         path = getattr(settings, name)
@@ -702,7 +692,7 @@ def _check_replicas(settings: Settings, labels: Mapping[str, str]) -> None:
     if not (settings.replicas or followed):
         others = [f"--{name.replace('_', '-')}" for name in FOLLOWED]
         ways = ["--replica URL", "ROLLMUX_REPLICAS", "replicas in the --config file"]
-        ways += [way for way in others if way[2:].replace("-", "_") not in NOT_YET]
+        ways += others
         raise SettingsError(f"no replica is configured; give {', '.join(ways[:-1])} or {ways[-1]}")
     seen: set[tuple[str, int, str]] = set()
     for url in settings.replicas:

@@ -16,7 +16,7 @@ from broadcast.publication import PublicationResult
 from proxy.bottleneck import UNKNOWN, Hint
 from proxy.engine_load import EngineLoad
 from proxy.metrics import Metrics
-from proxy.record import RequestRecord
+from proxy.record import EventSink, RequestRecord, no_event
 from proxy.replicas import Replicas
 from routing.ids import ReplicaId
 
@@ -65,6 +65,7 @@ class Status:
         self.engine_loads: dict[ReplicaId, EngineLoad] = {}
         self.held: Callable[[], int] = lambda: 0
         """How many rollouts wait for a replica; the data plane knows."""
+        self.on_event: EventSink = no_event
 
     # Sinks
 
@@ -122,6 +123,9 @@ class Status:
                 "dropped": list(result.dropped),
                 "message": result.message,
             }
+        )
+        self.on_event(
+            "publish", model=result.name, outcome=result.outcome, seconds=round(result.seconds, 3)
         )
         self._metrics.publications.labels(result.outcome).inc()
         self._metrics.publish_seconds.labels(result.outcome).observe(result.seconds)

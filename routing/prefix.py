@@ -93,7 +93,7 @@ class Prefix:
             reason = Reason.AFFINITY
         self._table.record(request.model, trail, picked)
         total = len(trail.blocks)
-        return Decision(picked, reason, min(depth, total), total)
+        return Decision(picked, reason, min(depth, total), total, trail)
 
     def forget_adapter(self, model: str) -> None:
         self._table.forget_adapter(model)

@@ -8,10 +8,11 @@ what it picked, in one call.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
+from routing.blocks import Path
 from routing.ids import ReplicaId
 
 
@@ -62,6 +63,9 @@ class Decision:
     reason: str
     matched_blocks: int = 0
     total_blocks: int = 0
+    path: Path | None = field(default=None, compare=False, repr=False)
+    """The prompt's, from ``routing.blocks.path`` at the settings' block size, where the policy has
+    made it: whoever records the request need not hash it again."""
 
 
 @dataclass(frozen=True, slots=True)

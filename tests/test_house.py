@@ -33,7 +33,7 @@ THIRD_PARTY = {
     "broadcast": {"blake3"},
     "proxy": {
         "blake3", "httptools", "httpx", "orjson", "prometheus_client", "starlette", "uvicorn",
-        "uvloop",
+        "uvloop", "zstandard",
     },
     "trainer_entry": set(),
 }  # fmt: skip

@@ -10,7 +10,6 @@ import pytest
 
 from proxy.settings import (
     MAX_SECONDS,
-    NOT_YET,
     OLD_NAMES,
     Loaded,
     Secrets,
@@ -68,8 +67,7 @@ def test_command_line_wins_over_environment_over_file(tmp_path):
     assert settings.replicas == (URL,)
 
 
-def test_every_option_can_come_from_the_environment_and_from_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("proxy.settings.NOT_YET", {})
+def test_every_option_can_come_from_the_environment_and_from_the_file(tmp_path):
     token = tmp_path / "token"
     token.write_text("t")
     values: dict[str, str] = {
@@ -403,14 +401,6 @@ def test_ca_file_without_a_certificate_is_refused(tmp_path):
     path = tmp_path / "ca.pem"
     path.write_text("no certificate")
     assert "PEM" in refusal({"ca_file": str(path)})
-
-
-@pytest.mark.parametrize("key", NOT_YET)
-def test_what_this_version_cannot_do_is_refused_and_not_ignored(key, tmp_path):
-    field, _, value = key.partition("=")
-    value = value or ("fleet:8000" if field == "replicas_dns" else str(tmp_path / "file"))
-    message = refusal({field: value})
-    assert message.endswith(NOT_YET[key])
 
 
 # --- secrets --------------------------------------------------------------------------------------
