@@ -23,9 +23,6 @@ from routing.router import Router, RouterSettings
 
 FINE, FAILURE, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 
-PLANNED = ("replay",)
-"""Commands of the contract that this version does not have."""
-
 OPTIONS_HELP = """
 
 Each option is also ROLLMUX_<NAME> in the environment (--replica: ROLLMUX_REPLICAS, separated by
@@ -76,8 +73,6 @@ def _is_debug(args: Sequence[str], environ: Mapping[str, str]) -> bool:
 
 
 def _command(args: list[str], environ: Mapping[str, str]) -> int:
-    if args and args[0] in PLANNED:
-        raise SettingsError("not in this version")
     trainer: list[str] | None = None
     if args and args[0] in ("run", "deploy") and "--" in args:
         # Split here and not by argparse, so that COMMAND is passed on untouched.
@@ -95,6 +90,8 @@ def _command(args: list[str], environ: Mapping[str, str]) -> int:
             return _run(args[1:], trainer, given, environ)
         case "demo":
             return _demo(parsed)
+        case "replay":
+            return _replay(parsed)
         case "deploy":
             return _deploy(parsed, trainer, environ)
         case "doctor":
@@ -199,6 +196,12 @@ def _demo(parsed: argparse.Namespace) -> int:
     return demo(parsed)
 
 
+def _replay(parsed: argparse.Namespace) -> int:
+    from benchmarks.replay import main as replay
+
+    return replay(parsed)
+
+
 def _doctor(given: Mapping[str, object], environ: Mapping[str, str]) -> int:
     loaded = _load(given, environ)
     secrets = read_secrets(loaded.settings, environ)
@@ -293,6 +296,61 @@ def parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     demo.add_argument(
         "--json", action="store_true", help="end with JSON instead of a table (default: off)"
     )
+    replay = command(
+        "replay",
+        "send a recorded trace through routing policies and simulated replicas, without sockets",
+        "Reads what\n--record writes, and plain Mooncake traces; docs/replay.md explains it.",
+    )
+    replay.add_argument("trace", metavar="TRACE", help="the file; NAME.zst is unpacked")
+    replay.add_argument(
+        "--router",
+        metavar="NAME|module:factory",
+        action="append",
+        help="a policy; repeat it to see several side by side (default: prefix)",
+    )
+    replay.add_argument(
+        "--replicas",
+        metavar="N",
+        type=_positive(int),
+        default=None,
+        help="how many are simulated (default: as many as the trace names, else 2)",
+    )
+    replay.add_argument(
+        "--inflight",
+        metavar="N",
+        type=_positive(int),
+        default=None,
+        help="send the next request as soon as fewer than N rollouts are in flight (default: "
+        "none, requests are sent at the times recorded)",
+    )
+    replay.add_argument(
+        "--spill-threshold",
+        metavar="N",
+        type=_positive(int, zero=True),
+        default=8,
+        help="how many rollouts ahead of the least loaded replica the favourite may be (default: "
+        "%(default)d)",
+    )
+    replay.add_argument(
+        "--cache-tokens",
+        metavar="N",
+        type=_positive(int, bound=1_000_000_000),
+        default=2_000_000,
+        help="size of each replica's prefix cache, in tokens (default: %(default)d)",
+    )
+    replay.add_argument(
+        "--seed",
+        metavar="N",
+        type=_positive(int, zero=True),
+        default=0,
+        help="of what a policy draws at random (default: %(default)d)",
+    )
+    replay.add_argument(
+        "--url", metavar="URL", default=None, help="over HTTP; not in this version (default: none)"
+    )
+    replay.add_argument(
+        "--json", action="store_true", help="print JSON instead of a table (default: off)"
+    )
     doctor = command(
         "doctor",
         "check a fleet before money is spent, one line a check",
@@ -343,10 +401,12 @@ def parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     return parser, dict(commands.choices)
 
 
-def _positive(kind: type[int] | type[float], *, zero: bool = False) -> Callable[[str], float]:
+def _positive(
+    kind: type[int] | type[float], *, zero: bool = False, bound: int = 1_000_000
+) -> Callable[[str], float]:
     def parse(text: str) -> float:
         value = kind(text)
-        if not 0 <= value < 1_000_000 or (value == 0 and not zero):
+        if not 0 <= value < bound or (value == 0 and not zero):
             least = "0 or more" if zero else "more than 0"
             raise argparse.ArgumentTypeError(f"{text} is out of range; give {least}")
         return value

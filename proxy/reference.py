@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 STICKY = ROOT / "docs/examples/sticky"
 
 
-COMMANDS = ("run", "demo", "routers")
+COMMANDS = ("run", "demo", "replay", "routers")
 """The others, `doctor` and `deploy`, have pages of their own."""
 
 

@@ -45,6 +45,8 @@ opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 assert opener.open(os.environ["ROLLMUX_URL"] + "/health", timeout=30).status == 200
 """
 """Stands in for a reader's train.py."""
+TRACE = '{"timestamp": 5, "input_length": 600, "output_length": 7, "hash_ids": [0, 1]}\n' * 2
+"""Stands in for a reader's recording."""
 
 ALL = [block for page in pages() for block in blocks(page)]
 
@@ -244,6 +246,10 @@ def rollmux(command: Command, stage: Stage) -> str:
             said = stage.run([*binary, *words], environ, fine=(0, 1))
             assert "OK" in said, said
             assert "FAIL reachable" not in said
+            return RAN
+        case "replay":
+            (stage.folder / words[1]).write_text(TRACE)
+            stage.run([*binary, *words], environ, fine=(0,))
             return RAN
         case "deploy":
             return "needs a token of the Hub: parsed"

@@ -72,7 +72,6 @@ def test_help_lists_no_command_that_is_not_there(capsys):
     text = shown(capsys, "--help")
     assert "serve" in text
     assert "doctor" in text
-    assert "replay" not in text
 
 
 def test_version_is_that_of_the_project(capsys):
@@ -86,7 +85,12 @@ def test_version_is_that_of_the_project(capsys):
     [
         ([], "COMMAND"),
         (["bogus"], "'bogus'"),
-        (["replay", "trace"], "not in this version"),
+        (["replay", "no-such-trace"], "no-such-trace: cannot be read"),
+        (
+            ["replay", "trace", "--url", "http://a"],
+            "--url: replay over HTTP is not in this version",
+        ),
+        (["replay"], "TRACE"),
         (["serve", "--replicaa", "http://a"], "--replica"),
         (["serve", "--load-timeout", "3"], "--load-timeout-s"),
         (["serve", "--api-key", "x"], "--api-key-env"),

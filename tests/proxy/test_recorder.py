@@ -10,14 +10,18 @@ import random
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
+import hypothesis
 import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.adapter import write_adapter
+from benchmarks.replay import Options, replay
+from benchmarks.trace import read
 from proxy import recorder
 from proxy.metrics import Metrics
 from proxy.record import RequestRecord
@@ -163,6 +167,23 @@ async def test_syncs_are_events(start, pair, tmp_path):
     ]
 
 
+async def test_a_replay_of_the_trace_decides_as_the_daemon_did(start, pair, tmp_path):
+    """One rollout at a time, so that the loads are the same: none."""
+    file = tmp_path / "trace.jsonl"
+    running = await start([r.url for r in pair], record=str(file))
+    drawn = random.Random(1)
+    for _ in range(20):
+        prompt = [*range(20), *([drawn.randrange(4)] * drawn.randrange(1, 60))]
+        await running.complete("tiny", prompt, max_tokens=1)
+    decisions = Counter(line["decision"] for line in await recorded(running, file))
+    trace = read(file)
+    assert trace.faults == []
+    assert trace.block_tokens == 16
+    found = replay(trace, "prefix", Options(replicas=2, inflight=1))
+    assert found.decisions == decisions
+    assert len(decisions) > 1
+
+
 # --- the file -------------------------------------------------------------------------------------
 
 
@@ -287,6 +308,7 @@ def test_what_was_never_placed_leaves_no_line(tmp_path):
 PROMPTS = st.lists(st.lists(st.integers(0, 1), max_size=8), max_size=40)
 
 
+@hypothesis.settings(deadline=None)
 @given(PROMPTS, st.integers(1, 12))
 def test_ids_are_equal_exactly_where_the_chained_prefix_is(prompts, bound):
     """However few are remembered: what went out gets new numbers, never another's."""
@@ -302,6 +324,7 @@ def test_ids_are_equal_exactly_where_the_chained_prefix_is(prompts, bound):
         assert len(ids) <= bound
 
 
+@hypothesis.settings(deadline=None)
 @given(PROMPTS)
 def test_ids_are_numbered_in_order_of_first_sight(prompts):
     ids = HashIds(10_000)
