@@ -265,6 +265,7 @@ def test_a_full_disk_costs_whole_lines_and_nothing_else(tmp_path, monkeypatch, c
     for number in range(2):
         trace.on_event("lost")
         until(trace, "dropped", 1 + number)
+    assert [line["event"] for line in lines(tmp_path / name)] == ["pause"]
     monkeypatch.setattr(os, "write", real)
     trace.on_event("resume")
     trace.close(WAIT_S)
