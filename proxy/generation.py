@@ -389,28 +389,29 @@ class Generations:
             if not reply.body_length_known:
                 headers.append((b"content-length", b"%d" % len(data)))
             record.reply_bytes = len(data)
+            if self._count_tokens and reply.status == 200:
+                record.count(of_whole(data))
             await client.start(reply.status, headers)
             await client.finish(data)
-            if self._count_tokens and reply.status == 200:
-                told = of_whole(data)
-                record.prompt_tokens, record.output_tokens = told.prompt, told.output
             return
         await client.start(reply.status, headers)
         if data is None:
             data = await reply.chunk()
         last = b""
         counted = StreamTokens() if self._count_tokens and reply.status == 200 else None
-        while data:
-            record.reply_bytes += len(data)
-            await client.write(data)
+        try:
+            while data:
+                record.reply_bytes += len(data)
+                if counted is not None:
+                    counted.feed(data)
+                await client.write(data)
+                if judge_piece(data) is Verdict.ENGINE_DEAD:
+                    record.error = Verdict.ENGINE_DEAD
+                last = data
+                data = await reply.chunk()
+        finally:
             if counted is not None:
-                counted.feed(data)
-                told = counted.result()
-                record.prompt_tokens, record.output_tokens = told.prompt, told.output
-            if judge_piece(data) is Verdict.ENGINE_DEAD:
-                record.error = Verdict.ENGINE_DEAD
-            last = data
-            data = await reply.chunk()
+                record.count(counted.result())
         _check_end(reply, last)
         await client.finish()
 

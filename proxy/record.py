@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from proxy.reply_tokens import ReplyTokens
 from routing.blocks import Path
 
 EventSink = Callable[..., None]
@@ -53,3 +54,7 @@ class RequestRecord:
     """As ``prompt_tokens``; of a stream that does not tell, the number of its events."""
     error: str = ""
     """The daemon's own error code, if it answered itself."""
+
+    def count(self, tokens: ReplyTokens) -> None:
+        """What the reply tells."""
+        self.prompt_tokens, self.output_tokens = tokens.prompt, tokens.output

@@ -14,6 +14,9 @@ USAGE_BYTES = 600
 TAIL_BYTES = 2048
 """Kept of a stream's end: its last events, of which one may carry the usage."""
 
+EVENT = b"data: {"
+"""Begins an event that is not the closing ``[DONE]``."""
+
 # The second name of each is that of /v1/messages. Shapes as the simulated replica answers them,
 # which tests/e2e/test_conformance.py holds against vLLM.
 _PROMPT = re.compile(rb'"(?:prompt|input)_tokens":\s*(\d{1,9})')
@@ -30,7 +33,7 @@ class ReplyTokens:
 
 
 def of_whole(data: bytes) -> ReplyTokens:
-    """Of a whole reply, or of the end of a stream: its last usage, else its lists of token ids.
+    """Of a whole reply: its last usage, else its lists of token ids, or its events.
 
     ``/inference/v1/generate`` has token ids and no usage.
     """
@@ -40,6 +43,8 @@ def of_whole(data: bytes) -> ReplyTokens:
         prompt, output = _PROMPT.search(usage), _OUTPUT.search(usage)
         if output is not None:
             return ReplyTokens(int(prompt[1]) if prompt else 0, int(output[1]))
+    if data.startswith((b"data: ", b"event: ")):  # a stream that came in one piece
+        return ReplyTokens(0, data.count(EVENT))
     lists = (found[1] for found in _TOKEN_IDS.finditer(data))
     return ReplyTokens(0, sum(ids.count(b",") + 1 for ids in lists if ids.strip()))
 
@@ -52,7 +57,7 @@ class StreamTokens:
         self._events = 0
 
     def feed(self, piece: bytes) -> None:
-        self._events += piece.count(b"data: {")
+        self._events += piece.count(EVENT)
         self._tail = (self._tail + piece)[-TAIL_BYTES:]
 
     def result(self) -> ReplyTokens:
