@@ -349,10 +349,13 @@ class Engine:
         left = job.prompt_tokens + sequence.produced - hit * size
         sequence.prefill_left_s = left * self.config.prefill_token_s
         sequence.since_step = -1.0
+        # In the cache once they are allocated, before they are computed: whoever is admitted next
+        # finds them (vLLM, v1/core/kv_cache_manager.py, allocate_slots caches unless it is told
+        # to delay). Prompts are computed one after another, so it cannot overtake them.
+        self.store(job.blocks, sequence.weights)
         self._prefilling.append(sequence)
 
     def _start_decoding(self, sequence: _Sequence) -> None:
-        self.store(sequence.job.blocks, sequence.weights)
         sequence.since_step = self._steps
         self._decoding[sequence.job.id] = sequence
         last = self._steps + sequence.job.output_tokens - (sequence.produced + 1)

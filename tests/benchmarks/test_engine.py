@@ -68,6 +68,16 @@ def test_whole_blocks_of_a_known_prompt_are_not_computed_again() -> None:
     assert (engine.counters.prefix_queries, engine.counters.prefix_hits) == (80, 32)
 
 
+def test_a_prompt_that_waits_to_be_computed_is_found_by_the_next() -> None:
+    """A group's rollouts come at once: only the first of them computes the prompt, as in vLLM."""
+    engine = Engine(EngineConfig(step_s=1.0, prefill_token_s=1.0))
+    for name in "ab":
+        engine.submit(0.0, job(name, output=1, prompt=40))
+    outcomes = ended(engine, 48.0)
+    assert [outcomes[name].cached_tokens for name in "ab"] == [0, 32]
+    assert [outcomes[name].at_s for name in "ab"] == [40.0, 48.0]
+
+
 def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     """A prompt of exactly two blocks finds only its first in the cache, as in vLLM."""
     engine = Engine(EngineConfig(prefill_token_s=0.0))

@@ -40,7 +40,7 @@ class Ids:
         return array("q", [known.setdefault(prefix, len(known)) for prefix in prefixes])
 
 
-def rollouts(steps: int = 6, apart_s: float = 0.05) -> Trace:
+def rollouts(steps: int = 6) -> Trace:
     """GRPO's shape: 16 prompts x 8 a step under one template, 135 tokens, replies with a tail, a
     new policy every two steps."""
     ids, drawn, requests, events = Ids(), random.Random(1), [], []
@@ -51,8 +51,8 @@ def rollouts(steps: int = 6, apart_s: float = 0.05) -> Trace:
             events.append(Event(at_s, "publish", model))
         for prompt in range(16):
             blocks = ids.of((model, "template"), *((step, prompt, k) for k in range(8)))
-            for _ in range(GROUP):
-                at_s += apart_s
+            at_s += 0.4
+            for _ in range(GROUP):  # at once, as a trainer sends them
                 output = 1 + min(4000, int(drawn.expovariate(1 / 300)))
                 requests.append(Request(at_s, 135, output, blocks, model))
     return trace_of(requests, events)
