@@ -120,7 +120,10 @@ async def test_the_policies_before_are_served_while_one_replica_stays_blind(
         assert [list(r.names) for r in pair] == [[policy(0), policy(1)]] * 2
         (line,) = [m for m in caplog.messages if "which is left out" in m]
         assert f"r2 ({c.url})" in line
-        assert re.search(rf"after {len(c.calls(LOAD)) - 1} attempts in \d+\.\d\d s", line)
+        found = re.search(r"after (\d+) attempts in \d+\.\d\d s", line)
+        assert found
+        # The first call was for the policy before; the last may not have arrived by the deadline.
+        assert 1 < int(found[1]) <= len(c.calls(LOAD))
         assert "No adapter found" in line
         page = (await running.client.get("/metrics")).text
         assert 'adapter_load_attempts_total{replica="r2",result="not_visible"}' in page
