@@ -342,7 +342,7 @@ def metrics(engine: Engine, model: str, started_s: float, now_s: float) -> str:
             "generation_tokens_total",
             "counter",
             "Number of generation tokens processed.",
-            [("", counters.generation_tokens)],
+            [("", engine.generated())],
         ),
     ]
     lines: list[str] = []

@@ -103,8 +103,8 @@ NO_NAME = {"model": "nope", "max_tokens": 4, "messages": CHAT}
 TEXT_BODY = json.dumps({"model": "x", "prompt": "y"})
 VERSION = "/update_weight_version"
 TRANSFER = "/init_weight_transfer_engine"
-LOOKS = 30  # a hundredth of a second apart, for a request to have reached the engine
-UNFINISHED = re.compile(r"^vllm:num_requests_(?:running|waiting)\{.*\} (\S+)$", re.MULTILINE)
+LOOKS = 30  # a hundredth of a second apart, for a request to get its first tokens
+PRODUCED = re.compile(r"^vllm:generation_tokens_total\{.*\} (\S+)$", re.MULTILINE)
 
 SCENARIOS: dict[str, list[Step]] = {
     "facts about the server": [
@@ -480,22 +480,22 @@ class Session:
         async with asyncio.TaskGroup() as group:
             for i, step in enumerate(steps):
                 if step.beside:
-                    before = await self.unfinished()
+                    before = await self.produced()
                     waiting[i] = group.create_task(self.send(step))
-                    # Not seen on a paused engine, which counts nothing: there the time must do.
+                    # A paused engine produces nothing: there the time must do.
                     for _ in range(LOOKS):
                         await asyncio.sleep(0.01)
-                        if await self.unfinished() > before:
+                        if await self.produced() > before:
                             break
                 else:
                     answers[i] = await self.send(step)
         answers |= {i: task.result() for i, task in waiting.items()}
         return [answers[i] for i in range(len(steps))]
 
-    async def unfinished(self) -> float:
-        """Requests that the engine says it runs or has waiting."""
+    async def produced(self) -> float:
+        """Tokens that the engine says it has generated."""
         text = (await self.client.get(f"{self.url}/metrics")).text
-        return sum(map(float, UNFINISHED.findall(text)))
+        return sum(map(float, PRODUCED.findall(text)))
 
     async def send(self, step: Step) -> Answer:
         body = step.body
