@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,9 @@ import pytest
 from tests.e2e import environment
 from tests.e2e.processes import Process, environment_with, free_port, running, wait_for_health
 
+# Of its engine: vLLM picks a free port and listens there half a minute later. Below those that the
+# kernel gives to connections, nobody takes it meanwhile; each server scans from one of its own.
+ENGINE_PORTS = itertools.count(20_000, 20)
 START_S = 240.0  # two engines at once on two busy cores took 45 to 90 s
 
 
@@ -66,6 +70,7 @@ def replica_running(
         VLLM_ALLOW_RUNTIME_LORA_UPDATING="1",
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_PORT=str(next(ENGINE_PORTS)),
         VLLM_NO_USAGE_STATS="1",
         DO_NOT_TRACK="1",
         **(environ or {}),
