@@ -64,14 +64,19 @@ async def daemon(
             await _until_healthy(url, child, log)
             yield url
         finally:
-            if child.returncode is None:
-                child.terminate()
-            try:
-                async with asyncio.timeout(10):
-                    await child.wait()
-            except TimeoutError:
-                child.kill()
-                await child.wait()
+            await end(child)
+
+
+async def end(child: asyncio.subprocess.Process) -> None:
+    """SIGTERM, ten seconds, then SIGKILL; gone on return."""
+    if child.returncode is None:
+        child.terminate()
+    try:
+        async with asyncio.timeout(10):
+            await child.wait()
+    except TimeoutError:
+        child.kill()
+        await child.wait()
 
 
 async def _until_healthy(url: str, child: asyncio.subprocess.Process, log: Path) -> None:

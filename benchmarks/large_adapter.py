@@ -31,7 +31,7 @@ import uvloop
 
 from benchmarks import origin
 from benchmarks.adapter import WEIGHTS, write_adapter
-from benchmarks.daemon import HERE, DaemonGone, connect, daemon
+from benchmarks.daemon import HERE, DaemonGone, connect, daemon, end
 from deploy.replica.rollmux_push import AdapterPush
 
 KEY_VARIABLE = "LARGE_ADAPTER_PUSH_KEY"
@@ -153,19 +153,8 @@ async def servers(count: int, root: Path) -> AsyncIterator[list[str]]:
                 *(*command, str(root)), pass_fds=(listener.fileno(),), cwd=HERE
             )
             listener.close()
-            stack.push_async_callback(_end, child)
+            stack.push_async_callback(end, child)
         yield urls
-
-
-async def _end(child: asyncio.subprocess.Process) -> None:
-    if child.returncode is None:
-        child.terminate()
-    try:
-        async with asyncio.timeout(10):
-            await child.wait()
-    except TimeoutError:
-        child.kill()
-        await child.wait()
 
 
 # --- measuring ----------------------------------------------------------------------------------
