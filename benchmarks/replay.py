@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks import ideal
+from benchmarks.curves import Curves, Timeline
 from benchmarks.engine import Adapter, Engine, EngineConfig, Job
 from benchmarks.trace import Event, Request, Trace, TraceError, read
 from proxy.settings import SettingsError
@@ -89,6 +90,8 @@ class Result:
     group_s: Percentiles | None
     """From a group's first request to its last reply, of groups with more than one; None without
     such."""
+    curves: Curves | None = None
+    """What the page draws."""
 
     @property
     def spread(self) -> float:
@@ -148,6 +151,7 @@ class Replay:
         self._published = 0
         self._decisions: Counter[str] = Counter()
         self._took_s = array("d")
+        self._timeline = Timeline()
         self._groups = ideal.groups(self._requests)
         self._group_size = Counter(self._groups)
         self._group_began: dict[int, float] = {}
@@ -208,12 +212,14 @@ class Replay:
         replica = self._replicas[position]
         for outcome in replica.engine.take_outcomes():
             running = self._running.pop(outcome.job.id)
+            self._timeline.tokens(running.began_s, outcome.at_s, outcome.tokens)
             running.left -= 1
             if running.left:
                 continue
             request = self._requests[running.request]
             replica.inflight -= request.n
             self._inflight -= request.n
+            self._timeline.inflight(outcome.at_s, -request.n)
             self._took_s.append(outcome.at_s - running.began_s)
             self._group_ended[self._groups[running.request]] = outcome.at_s
         due_s = replica.engine.next_event_s()
@@ -239,6 +245,7 @@ class Replay:
         replica.routed += 1
         replica.inflight += request.n
         self._inflight += request.n
+        self._timeline.inflight(self._now_s, request.n)
         self._group_began.setdefault(self._groups[number], self._now_s)
         running = _Running(number, replica, self._now_s, request.n)
         blocks = request.ids[:whole]
@@ -290,8 +297,8 @@ class Replay:
         counters = [replica.engine.counters for replica in self._replicas]
         prompt = sum(request.prompt_tokens * request.n for request in requests)
         best = ideal.cached_tokens(requests, self._block_tokens, len(self._replicas))
-        began_s = min(self._group_began.values())
-        seconds = max(max(self._group_ended.values()) - began_s, 1e-9)
+        began_s, ended_s = min(self._group_began.values()), max(self._group_ended.values())
+        seconds = max(ended_s - began_s, 1e-9)
         took = [
             ended_s - self._group_began[group]
             for group, ended_s in self._group_ended.items()
@@ -308,6 +315,7 @@ class Replay:
             sum(each.generation_tokens for each in counters) / seconds,
             percentiles(self._took_s),
             percentiles(took) if took else None,
+            self._timeline.curves(ended_s, self._took_s, took),
         )
 
 

@@ -83,6 +83,21 @@ def test_more_in_flight_is_more_tokens_per_second():
     assert many.seconds < few.seconds
 
 
+def test_curves_are_those_of_the_same_run():
+    options = Options(inflight=64)
+    found = replay(rollouts(), "prefix", options)
+    curves = found.curves
+    assert curves is not None
+    assert curves.request_s[89] == pytest.approx(found.request_s.p90, abs=1e-4)
+    assert found.group_s is not None
+    assert curves.group_s[49] == pytest.approx(found.group_s.p50, abs=1e-4)
+    assert max(curves.inflight) == pytest.approx(64, abs=0.5)
+    whole = [curves.bin_s] * (len(curves.inflight) - 1)
+    widths = [*whole, found.seconds - sum(whole)]
+    generated = sum(w * rate for w, rate in zip(widths, curves.tokens_per_second, strict=True))
+    assert generated == pytest.approx(found.tokens_per_second * found.seconds, rel=1e-4)
+
+
 def test_tokens_and_times_are_those_of_the_trace():
     requests = [Request(1.0, 40, 10, array("q", [0, 1, 2])), Request(100.0, 40, 20, array("q"))]
     found = replay(trace_of(requests), "least-loaded", Options(replicas=1))
