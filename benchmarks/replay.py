@@ -3,16 +3,11 @@
 Pure: a virtual clock, the engine model of the simulated replica, the real policies. Equal input and
 seed give equal output. Two timings: as recorded, or (``--inflight``) the next request as soon as
 fewer than so many are in flight, which is how a trainer with that limit would have sent them.
-
-A policy gets prompts made of the trace's ids, two tokens a block where the replicas have 16 or 512,
-and one for a block that is not whole: chains part where those of the run did, at an eighth of the
-cost.
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
 import json
 import sys
 import time
@@ -24,17 +19,16 @@ from pathlib import Path
 
 from benchmarks import ideal
 from benchmarks.curves import Curves, Timeline
-from benchmarks.engine import Adapter, Engine, EngineConfig, Job
+from benchmarks.engine import EngineConfig, Outcome
+from benchmarks.fleet import ROUTER_BLOCK_TOKENS, Fleet, Running
 from benchmarks.trace import Event, Request, Trace, TraceError, read
 from proxy.settings import SettingsError
 from proxy.version import version
 from routing import registry
-from routing.ids import ReplicaId
-from routing.router import NoReplica, Router, RouteRequest, RouterSettings
+from routing.router import Router, RouterSettings
 
 WORDS = ("affinity", "spilled", "unmatched")
 PERCENTILES = ("p50", "p90", "p99")
-ROUTER_BLOCK_TOKENS = 2
 TOLD_FAULTS = 20
 """Damaged lines told one by one; the rest is a number."""
 TELL_EVERY_S = 1.0
@@ -100,26 +94,6 @@ class Result:
         return (max(self.per_replica) - min(self.per_replica)) / mean
 
 
-@dataclass(slots=True, eq=False)
-class _Replica:
-    """Meets ``ReplicaLoad``."""
-
-    id: ReplicaId
-    engine: Engine
-    inflight: int = 0
-    routed: int = 0
-    due_s: float | None = None
-    """When its engine moves next by itself; an entry of the clock with another time is old."""
-
-
-@dataclass(slots=True)
-class _Running:
-    request: int
-    replica: _Replica
-    began_s: float
-    left: int
-
-
 class Replay:
     """One run of one policy. ``told``: called now and then with how many requests were sent."""
 
@@ -129,7 +103,6 @@ class Replay:
         self._requests = [r for r in trace.requests if r.ok]
         self._events = trace.events
         self._block_tokens = trace.block_tokens
-        self._router = router
         self._options = options
         self._told = told
         config = EngineConfig(
@@ -140,16 +113,7 @@ class Replay:
             step_per_seq_s=STEP_PER_SEQ_S,
             prefill_token_s=PREFILL_TOKEN_S,
         )
-        self._replicas = tuple(
-            _Replica(ReplicaId(f"r{number}"), Engine(config)) for number in range(options.replicas)
-        )
-        self._clock: list[tuple[float, int]] = []  # (time, replica's position)
-        self._now_s = 0.0
-        self._running: dict[str, _Running] = {}
-        self._inflight = 0
-        self._adapters: dict[str, Adapter] = {}
-        self._published = 0
-        self._decisions: Counter[str] = Counter()
+        self._fleet = Fleet(router, options.replicas, config, self._replied)
         self._took_s = array("d")
         self._timeline = Timeline()
         self._groups = ideal.groups(self._requests)
@@ -159,18 +123,21 @@ class Replay:
 
     def run(self) -> Result:
         limit = self._options.inflight
+        fleet = self._fleet
         for number, item in self._items():
             if limit is None:
-                self._run_until(item.at_s)
+                fleet.run_until(item.at_s)
             if isinstance(item, Event):
-                self._apply(item)
+                fleet.apply(item)
                 continue
-            while limit is not None and self._inflight and self._inflight + item.n > limit:
+            while limit is not None and fleet.inflight and fleet.inflight + item.n > limit:
                 self._step()
-            self._send(number, item)
+            self._timeline.inflight(fleet.now_s, item.n)
+            self._group_began.setdefault(self._groups[number], fleet.now_s)
+            fleet.send(number, item)
             if number % 256 == 0:
                 self._told(number)
-        while self._running:
+        while fleet.inflight:
             self._step()
         return self._result()
 
@@ -187,116 +154,26 @@ class Replay:
             yield -1, event
             event = next(events, None)
 
-    # The clock
-
-    def _run_until(self, at_s: float) -> None:
-        while self._clock and self._clock[0][0] <= at_s:
-            self._step()
-        self._now_s = max(self._now_s, at_s)
-
     def _step(self) -> None:
-        """The next thing that a replica does by itself."""
-        while self._clock:
-            at_s, position = heapq.heappop(self._clock)
-            if self._replicas[position].due_s == at_s:
-                self._now_s = max(self._now_s, at_s)
-                self._replicas[position].engine.advance(self._now_s)
-                self._look_at(position)
-                return
-        # All stand still: the trace ends, or waits for a reply, inside a pause.
-        if self._running:
-            self._resume()
+        if not self._fleet.step():
+            # All stand still: the trace ends, or waits for a reply, inside a pause.
+            self._fleet.resume()
 
-    def _look_at(self, position: int) -> None:
-        """After anything that an engine was told: who has ended, and when it moves next."""
-        replica = self._replicas[position]
-        for outcome in replica.engine.take_outcomes():
-            running = self._running.pop(outcome.job.id)
-            self._timeline.tokens(running.began_s, outcome.at_s, outcome.tokens)
-            running.left -= 1
-            if running.left:
-                continue
-            request = self._requests[running.request]
-            replica.inflight -= request.n
-            self._inflight -= request.n
-            self._timeline.inflight(outcome.at_s, -request.n)
-            self._took_s.append(outcome.at_s - running.began_s)
-            self._group_ended[self._groups[running.request]] = outcome.at_s
-        due_s = replica.engine.next_event_s()
-        if due_s != replica.due_s and due_s is not None:
-            heapq.heappush(self._clock, (due_s, position))
-        replica.due_s = due_s
-
-    # Items of the trace
-
-    def _send(self, number: int, request: Request) -> None:
-        whole = request.whole_blocks(self._block_tokens)
-        tokens = [0] * (ROUTER_BLOCK_TOKENS * whole)
-        tokens[::ROUTER_BLOCK_TOKENS] = request.ids[:whole].tolist()
-        tokens += request.ids[whole : whole + 1].tolist()
-        choice = self._router.choose(
-            RouteRequest(request.model, tokens, request.n), self._replicas, self._now_s
-        )
-        if isinstance(choice, NoReplica):
-            raise RuntimeError(f"router {self._router.name} chose none of {len(self._replicas)}")
-        position = int(choice.replica[1:])
-        replica = self._replicas[position]
-        self._decisions[choice.reason] += 1
-        replica.routed += 1
-        replica.inflight += request.n
-        self._inflight += request.n
-        self._timeline.inflight(self._now_s, request.n)
-        self._group_began.setdefault(self._groups[number], self._now_s)
-        running = _Running(number, replica, self._now_s, request.n)
-        blocks = request.ids[:whole]
-        for each in range(request.n):
-            # The tokens of all replies, shared out: the first ones get what is left over.
-            output = max(1, (request.output_tokens + request.n - 1 - each) // request.n)
-            job = Job(
-                f"{number}.{each}",
-                blocks,
-                request.prompt_tokens,
-                output,
-                self._adapters.get(request.model),
-            )
-            self._running[job.id] = running
-            replica.engine.submit(self._now_s, job)
-        self._look_at(position)
-
-    def _apply(self, event: Event) -> None:
-        match event.kind:
-            case "publish":
-                self._published += 1
-                adapter = Adapter(self._published, event.model, "", f"{self._published}")
-                self._adapters[event.model] = adapter
-                self._each(lambda engine: engine.add_adapter(self._now_s, adapter))
-            case "unload":
-                self._adapters.pop(event.model, None)
-                self._router.forget_adapter(event.model)
-            case "pause" if event.real:
-                self._each(lambda engine: engine.pause(self._now_s, "keep", event.clear_cache))
-                if event.clear_cache:
-                    self._router.forget_all()
-            case "resume" if event.real:
-                self._resume()
-            case _:
-                pass
-
-    def _resume(self) -> None:
-        self._each(lambda engine: engine.resume(self._now_s))
-
-    def _each(self, act: Callable[[Engine], None]) -> None:
-        for position, replica in enumerate(self._replicas):
-            act(replica.engine)
-            self._look_at(position)
+    def _replied(self, running: Running, outcome: Outcome) -> None:
+        self._timeline.tokens(running.began_s, outcome.at_s, outcome.tokens)
+        if running.left:
+            return
+        self._timeline.inflight(outcome.at_s, -running.request.n)
+        self._took_s.append(outcome.at_s - running.began_s)
+        self._group_ended[self._groups[running.number]] = outcome.at_s
 
     # The end
 
     def _result(self) -> Result:
         requests = self._requests
-        counters = [replica.engine.counters for replica in self._replicas]
+        fleet = self._fleet
         prompt = sum(request.prompt_tokens * request.n for request in requests)
-        best = ideal.cached_tokens(requests, self._block_tokens, len(self._replicas))
+        best = ideal.cached_tokens(requests, self._block_tokens, len(fleet.replicas))
         began_s, ended_s = min(self._group_began.values()), max(self._group_ended.values())
         seconds = max(ended_s - began_s, 1e-9)
         took = [
@@ -307,12 +184,12 @@ class Replay:
         return Result(
             self._router.name,
             len(requests),
-            dict(sorted(self._decisions.items())),
-            sum(each.prefix_hits for each in counters) / prompt,
+            dict(sorted(fleet.decisions.items())),
+            fleet.prefix_hits / prompt,
             best / prompt,
-            [replica.routed for replica in self._replicas],
+            [replica.routed for replica in fleet.replicas],
             seconds,
-            sum(each.generation_tokens for each in counters) / seconds,
+            fleet.generated_tokens / seconds,
             percentiles(self._took_s),
             percentiles(took) if took else None,
             self._timeline.curves(ended_s, self._took_s, took),
