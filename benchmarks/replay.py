@@ -103,6 +103,7 @@ class Replay:
         self._requests = [r for r in trace.requests if r.ok]
         self._events = trace.events
         self._block_tokens = trace.block_tokens
+        self._router = router
         self._options = options
         self._told = told
         config = EngineConfig(
