@@ -54,8 +54,8 @@ OPEN = frozenset(("/proxy/live", "/proxy", page.PATH))
 POLLED = frozenset(("/health", "/ping", "/proxy/ready"))
 """Asked again and again while the fleet starts: the log tells of each replica once instead."""
 HEAD_LIMIT_BYTES = 256 * 1024
-"""Bound of a request's headers, the same as of a reply's (``upstream.HEAD_LIMIT_BYTES``). uvicorn
-has none for them; a request line over 64 kB it refuses itself, with a bare 400."""
+"""Bound of a request's headers, the same as of a reply's (``upstream.HEAD_LIMIT_BYTES``). A request
+line over 64 kB the parser refuses: 400, with a line in the log (``client_protocol``)."""
 NO_STATE_HERE = (
     "{path} keeps state on one replica, and the next request may go to another. "
     "Use /v1/chat/completions."

@@ -22,6 +22,7 @@ from broadcast.publication import Rules
 from proxy.app import App, rest
 from proxy.bucket_gate import BucketGate
 from proxy.calls import Calls
+from proxy.client_protocol import ClientProtocol
 from proxy.control import Control
 from proxy.fanout import Fanout
 from proxy.generation import Generations
@@ -204,7 +205,7 @@ class Daemon:
         self._server = _Server(
             uvicorn.Config(
                 self.app,
-                http="httptools",
+                http=ClientProtocol,
                 ws="none",
                 loop="none",
                 lifespan="off",
