@@ -67,7 +67,7 @@ class ClientProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         status, headers, body = error_body(error)
-        peer = "%s:%d" % self.client if self.client else "a client"
+        peer = ":".join(map(str, self.client)) if self.client else "a client"
         log.warning("%s answered %d %s: %s", peer, status, error.code, error)
         lines = [STATUS_LINE[status], b"connection: close\r\n"]
         lines += [b"%b: %b\r\n" % header for header in headers]
