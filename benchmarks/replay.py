@@ -248,16 +248,7 @@ def main(parsed: argparse.Namespace) -> int:
 
     :raises SettingsError: bad usage.
     """
-    if parsed.url is not None:
-        raise SettingsError("--url: replay over HTTP is not in this version; leave it out")
-    try:
-        trace = read(Path(parsed.trace))
-    except TraceError as exc:
-        raise SettingsError(str(exc)) from exc
-    _tell_faults(trace)
-    requests = [request for request in trace.requests if request.ok]
-    if not requests:
-        raise SettingsError(f"{parsed.trace}: holds no request that was answered with 200")
+    trace, requests = opened(parsed)
     options = Options(
         replicas=parsed.replicas or trace.replicas() or Options().replicas,
         inflight=parsed.inflight,
@@ -280,6 +271,22 @@ def main(parsed: argparse.Namespace) -> int:
     else:
         print(table(trace, options, results, failed))
     return 1 if trace.faults else 0
+
+
+def opened(parsed: argparse.Namespace) -> tuple[Trace, list[Request]]:
+    """The trace, its damaged lines told, and those of its requests that are sent.
+
+    :raises SettingsError: there is nothing to send.
+    """
+    try:
+        trace = read(Path(parsed.trace))
+    except TraceError as exc:
+        raise SettingsError(str(exc)) from exc
+    _tell_faults(trace)
+    requests = [request for request in trace.requests if request.ok]
+    if not requests:
+        raise SettingsError(f"{parsed.trace}: holds no request that was answered with 200")
+    return trace, requests
 
 
 def _tell_faults(trace: Trace) -> None:

@@ -197,6 +197,13 @@ def _demo(parsed: argparse.Namespace) -> int:
 
 
 def _replay(parsed: argparse.Namespace) -> int:
+    if parsed.url is not None:
+        from benchmarks.replay_http import main as replay_http
+
+        return replay_http(parsed)
+    for name in ("speed", "model", "replica_metrics", "api_key_env"):
+        if getattr(parsed, name) is not None:
+            raise SettingsError(f"--{name.replace('_', '-')}: goes with --url only")
     from benchmarks.replay import main as replay
 
     return replay(parsed)
@@ -298,7 +305,7 @@ def parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     )
     replay = command(
         "replay",
-        "send a recorded trace through routing policies and simulated replicas, without sockets",
+        "send a recorded trace through policies and simulated replicas, or to a server",
         "Reads what\n--record writes, and plain Mooncake traces; docs/replay.md explains it.",
     )
     replay.add_argument("trace", metavar="TRACE", help="the file; NAME.zst is unpacked")
@@ -343,10 +350,47 @@ def parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
         metavar="N",
         type=_positive(int, zero=True),
         default=0,
-        help="of what a policy draws at random (default: %(default)d)",
+        help="of what a policy draws at random, and of the prompts sent to --url (default: "
+        "%(default)d)",
     )
     replay.add_argument(
-        "--url", metavar="URL", default=None, help="over HTTP; not in this version (default: none)"
+        "--url",
+        metavar="URL",
+        default=None,
+        help="send it over HTTP instead, to rollmux, a vLLM or what looks like one (default: none)",
+    )
+    replay.add_argument(
+        "--speed",
+        metavar="X",
+        type=_positive(float),
+        default=None,
+        help="to --url: so many times as fast as recorded (default: 1, unless --inflight is given)",
+    )
+    replay.add_argument(
+        "--model",
+        metavar="NAME",
+        default=None,
+        help="to --url: the model to ask for (default: as recorded, else the server's first)",
+    )
+    replay.add_argument(
+        "--vocab-size",
+        metavar="N",
+        type=_positive(int),
+        default=32_000,
+        help="to --url: token ids of the prompts are below it (default: %(default)d)",
+    )
+    replay.add_argument(
+        "--replica-metrics",
+        metavar="URL",
+        action="append",
+        help="to --url: a replica whose /metrics tells what came from its cache; repeat it for "
+        "each (default: those that rollmux tells of)",
+    )
+    replay.add_argument(
+        "--api-key-env",
+        metavar="NAME",
+        default=None,
+        help="to --url: environment variable with the server's key (default: none)",
     )
     replay.add_argument(
         "--json", action="store_true", help="print JSON instead of a table (default: off)"

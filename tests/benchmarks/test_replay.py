@@ -329,7 +329,6 @@ def test_damaged_lines_are_named_and_the_exit_code_is_1(tmp_path, capsys):
     ("words", "told"),
     [
         (["--router", "prefx"], "did you mean prefix?"),
-        (["--url", "http://127.0.0.1:1"], "not in this version"),
         (["--replicas", "0"], "out of range"),
     ],
 )

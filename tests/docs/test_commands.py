@@ -156,7 +156,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     folder = tmp_path_factory.mktemp("stage")
     (folder / "train.py").write_text(TRAINER)
     (folder / "docs").symlink_to(ROOT / "docs")
-    replica = [PYTHON, "-m", "benchmarks.replica", "--port", "0"]
+    replica = [PYTHON, "-m", "benchmarks.replica", "--port", "0", "--vocab-size", "32000"]
     with contextlib.ExitStack() as stack:
         urls = []
         for _ in range(4):

@@ -86,10 +86,7 @@ def test_version_is_that_of_the_project(capsys):
         ([], "COMMAND"),
         (["bogus"], "'bogus'"),
         (["replay", "no-such-trace"], "no-such-trace: cannot be read"),
-        (
-            ["replay", "trace", "--url", "http://a"],
-            "--url: replay over HTTP is not in this version",
-        ),
+        (["replay", "trace", "--model", "m"], "--model: goes with --url only"),
         (["replay"], "TRACE"),
         (["serve", "--replicaa", "http://a"], "--replica"),
         (["serve", "--load-timeout", "3"], "--load-timeout-s"),
