@@ -22,6 +22,7 @@ from benchmarks.curves import Curves, Timeline
 from benchmarks.engine import EngineConfig, Outcome
 from benchmarks.fleet import ROUTER_BLOCK_TOKENS, Fleet, Running
 from benchmarks.trace import Event, Request, Trace, TraceError, read
+from benchmarks.workloads import WorkloadError, make
 from proxy.settings import SettingsError
 from proxy.version import version
 from routing import registry
@@ -251,7 +252,7 @@ def main(parsed: argparse.Namespace) -> int:
     trace, requests = opened(parsed)
     options = Options(
         replicas=parsed.replicas or trace.replicas() or Options().replicas,
-        inflight=parsed.inflight,
+        inflight=parsed.inflight or trace.inflight,
         spill_threshold=parsed.spill_threshold,
         cache_tokens=parsed.cache_tokens,
         seed=parsed.seed,
@@ -278,15 +279,23 @@ def opened(parsed: argparse.Namespace) -> tuple[Trace, list[Request]]:
 
     :raises SettingsError: there is nothing to send.
     """
-    try:
-        trace = read(Path(parsed.trace))
-    except TraceError as exc:
-        raise SettingsError(str(exc)) from exc
+    trace = _trace(parsed)
     _tell_faults(trace)
     requests = [request for request in trace.requests if request.ok]
     if not requests:
-        raise SettingsError(f"{parsed.trace}: holds no request that was answered with 200")
+        raise SettingsError(f"{trace.name}: holds no request that was answered with 200")
     return trace, requests
+
+
+def _trace(parsed: argparse.Namespace) -> Trace:
+    if (parsed.trace is None) == (parsed.workload is None):
+        raise SettingsError("TRACE: name a trace, or a made-up one with --workload, and not both")
+    try:
+        return read(Path(parsed.trace)) if parsed.trace is not None else make(parsed.workload)
+    except TraceError as exc:
+        raise SettingsError(str(exc)) from exc
+    except WorkloadError as exc:
+        raise SettingsError(f"--workload: {exc}") from exc
 
 
 def _tell_faults(trace: Trace) -> None:

@@ -20,7 +20,7 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import httpx
 import orjson
@@ -558,6 +558,8 @@ def main(parsed: argparse.Namespace) -> int:
     """
     options, key = _options(parsed), _key(parsed.api_key_env)
     trace, requests = opened(parsed)
+    if parsed.speed is None and options.inflight is None:
+        options = replace(options, inflight=trace.inflight)  # a made-up trace has its own
     context = ssl.create_default_context()
     server = Server(options, key, context)
     try:

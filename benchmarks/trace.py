@@ -83,6 +83,8 @@ class Trace:
     requests: list[Request] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
+    inflight: int | None = None
+    """The limit that its trainer keeps, of a trace that is made and not recorded."""
 
     def replicas(self) -> int:
         """How many different ones the trace names; 0 for a plain one."""

@@ -308,7 +308,16 @@ def parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
         "send a recorded trace through policies and simulated replicas, or to a server",
         "Reads what\n--record writes, and plain Mooncake traces; docs/replay.md explains it.",
     )
-    replay.add_argument("trace", metavar="TRACE", help="the file; NAME.zst is unpacked")
+    replay.add_argument(
+        "trace", metavar="TRACE", nargs="?", default=None, help="the file; NAME.zst is unpacked"
+    )
+    replay.add_argument(
+        "--workload",
+        metavar="NAME[:KEY=VALUE,…]",
+        default=None,
+        help="instead of TRACE, a made-up one: grpo, near-duplicates, agents or few-shot (default: "
+        "none)",
+    )
     replay.add_argument(
         "--router",
         metavar="NAME|module:factory",
