@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks import ideal
+from benchmarks import ideal, report_page
 from benchmarks.curves import Curves, Timeline
 from benchmarks.engine import EngineConfig, Outcome
 from benchmarks.fleet import ROUTER_BLOCK_TOKENS, Fleet, Running
@@ -249,6 +249,7 @@ def main(parsed: argparse.Namespace) -> int:
 
     :raises SettingsError: bad usage.
     """
+    report_page.check(parsed.html)
     trace, requests = opened(parsed)
     options = Options(
         replicas=parsed.replicas or trace.replicas() or Options().replicas,
@@ -267,11 +268,14 @@ def main(parsed: argparse.Namespace) -> int:
         finally:
             progress.done()
     failed = len(trace.requests) - len(requests)
+    report = _as_dict(trace, options, results, failed)
+    head = heading(trace, options, results, failed)
     if parsed.json:
-        print(json.dumps(_as_dict(trace, options, results, failed), indent=2))
+        print(json.dumps(report, indent=2))
     else:
-        print(table(trace, options, results, failed))
-    return 1 if trace.faults else 0
+        print(head, table(rows(results)), sep="\n\n")
+    written = report_page.write(parsed.html, report, head, rows(results))
+    return 1 if trace.faults or not written else 0
 
 
 def opened(parsed: argparse.Namespace) -> tuple[Trace, list[Request]]:
@@ -326,11 +330,20 @@ def _seconds(found: Percentiles | None, which: str) -> str:
     return f"{getattr(found, which):,.2f} s" if found else "-"
 
 
-def table(trace: Trace, options: Options, results: Sequence[Result], failed: int) -> str:
-    """For people: a policy a column."""
-    words = [*WORDS, *sorted({w for r in results for w in r.decisions} - set(WORDS))]
+def heading(trace: Trace, options: Options, results: Sequence[Result], failed: int) -> str:
+    """What was replayed, in a line."""
+    timing = "as recorded" if options.inflight is None else f"{options.inflight} in flight"
+    return (
+        f"{trace.name}: {results[0].requests:,} requests"
+        f"{f', {failed:,} failed ones left out' if failed else ''}; "
+        f"simulated on {options.replicas} replicas, timing {timing}"
+    )
 
-    rows: list[tuple[str, list[str]]] = [
+
+def rows(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
+    """For people: a policy a column, its name in the first row."""
+    words = [*WORDS, *sorted({w for r in results for w in r.decisions} - set(WORDS))]
+    return [
         ("", [r.router for r in results]),
         ("prompt tokens from cache", [f"{r.cached_share:.1%}" for r in results]),
         ("of the ideal", [f"{r.cached_share / r.ideal_share:.1%}" if r.ideal_share else "-"
@@ -345,12 +358,11 @@ def table(trace: Trace, options: Options, results: Sequence[Result], failed: int
         *[(f"request, {p}", [_seconds(r.request_s, p) for r in results]) for p in PERCENTILES],
         *[(f"group, {p}", [_seconds(r.group_s, p) for r in results]) for p in PERCENTILES],
     ]  # fmt: skip
-    timing = "as recorded" if options.inflight is None else f"{options.inflight} in flight"
-    head = (
-        f"{trace.name}: {results[0].requests:,} requests"
-        f"{f', {failed:,} failed ones left out' if failed else ''}; "
-        f"simulated on {options.replicas} replicas, timing {timing}"
-    )
+
+
+def table(rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """For a terminal."""
     width = max(len(cell) for _, cells in rows for cell in cells) + 2
-    lines = [f"{name:<26}{''.join(f'{cell:>{width}}' for cell in cells)}" for name, cells in rows]
-    return "\n".join([head, "", *lines])
+    return "\n".join(
+        f"{name:<26}{''.join(f'{cell:>{width}}' for cell in cells)}" for name, cells in rows
+    )

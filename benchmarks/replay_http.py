@@ -25,10 +25,10 @@ from dataclasses import asdict, dataclass, field, replace
 import httpx
 import orjson
 
-from benchmarks import ideal
+from benchmarks import ideal, report_page
 from benchmarks.curves import Curves, Timeline
 from benchmarks.prompts import Prompts
-from benchmarks.replay import PERCENTILES, WORDS, Percentiles, opened, percentiles
+from benchmarks.replay import PERCENTILES, WORDS, Percentiles, opened, percentiles, table
 from benchmarks.trace import Request, Trace
 from proxy.settings import SettingsError, replica_url
 from proxy.upstream import Upstream, UpstreamBroken
@@ -468,11 +468,11 @@ def _group_seconds(requests: Sequence[Request], tally: _Tally) -> list[float]:
     ]
 
 
-def table(trace: Trace, options: Options, found: Seen, left_out: int) -> str:
+def rows(found: Seen) -> list[tuple[str, list[str]]]:
     """For people. Rows that nobody told anything about are left out."""
     words = [*WORDS, *sorted(set(found.decisions) - set(WORDS))] if found.decisions else []
     share = found.cached_share
-    rows = [
+    cells = [
         ("prompt tokens from cache", f"{share:.1%}" if share is not None else ""),
         (
             "of the ideal",
@@ -488,19 +488,24 @@ def table(trace: Trace, options: Options, found: Seen, left_out: int) -> str:
         *((f"failed: {what}", f"{count:,}") for what, count in found.failures.items()),
         ("without an answer", f"{found.unanswered:,}" if found.unanswered else ""),
     ]
+    return [
+        ("", [found.router or found.server]),
+        *((name, [cell]) for name, cell in cells if cell),
+    ]
+
+
+def heading(trace: Trace, options: Options, found: Seen, left_out: int) -> str:
+    """What was sent, in a line."""
     timing = f"{options.inflight} in flight" if options.inflight else "as recorded"
     if not options.inflight and options.speed != 1:
         timing = f"{options.speed:g} times as fast as recorded"
     replicas = f", {len(found.per_replica)} replicas" if found.per_replica else ""
     policy = f", policy {found.router}" if found.router else ""
-    head = (
+    return (
         f"{trace.name}: {found.requests:,} requests"
         f"{f', {left_out:,} failed ones left out' if left_out else ''}; "
         f"sent to {found.server}{policy}{replicas}, timing {timing}"
     )
-    width = max(len(cell) for _, cell in rows) + 2
-    lines = [f"{name:<26}{cell:>{width}}" for name, cell in rows if cell]
-    return "\n".join([head, "", *lines])
 
 
 def _seconds(found: Percentiles | None, which: str) -> str:
@@ -557,6 +562,7 @@ def main(parsed: argparse.Namespace) -> int:
     :raises SettingsError: bad usage.
     """
     options, key = _options(parsed), _key(parsed.api_key_env)
+    report_page.check(parsed.html)
     trace, requests = opened(parsed)
     if parsed.speed is None and options.inflight is None:
         options = replace(options, inflight=trace.inflight)  # a made-up trace has its own
@@ -592,13 +598,16 @@ def main(parsed: argparse.Namespace) -> int:
     found = seen(trace, replay, requests, options, fleet, before, after)
     _tell(found, replay, len(requests))
     left_out = len(trace.requests) - len(requests)
+    report = _as_dict(trace, options, found, left_out)
+    head = heading(trace, options, found, left_out)
     if parsed.json:
-        print(json.dumps(_as_dict(trace, options, found, left_out), indent=2))
+        print(json.dumps(report, indent=2))
     else:
-        print(table(trace, options, found, left_out))
+        print(head, table(rows(found)[1:]), sep="\n\n")
+    written = report_page.write(parsed.html, report, head, rows(found))
     if interrupted:
         raise KeyboardInterrupt
-    return 1 if trace.faults or found.failures else 0
+    return 1 if trace.faults or found.failures or not written else 0
 
 
 def _options(parsed: argparse.Namespace) -> Options:

@@ -404,6 +404,12 @@ def parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     replay.add_argument(
         "--json", action="store_true", help="print JSON instead of a table (default: off)"
     )
+    replay.add_argument(
+        "--html",
+        metavar="PATH",
+        default=None,
+        help="write the report as a page with plots too (default: none)",
+    )
     doctor = command(
         "doctor",
         "check a fleet before money is spent, one line a check",

@@ -17,16 +17,16 @@ PATH: Final = "/proxy/"
 HTML: Final = (Path(__file__).parent / "page.html").read_bytes()
 
 
-def _hash_of(tag: str) -> str:
+def hash_of(tag: str, html: bytes = HTML) -> str:
     """The source expression of the one inline ``tag``; CSP level 3, 2.3.1."""
-    (content,) = re.findall(rb"<%b>(.*?)</%b>" % (tag.encode(), tag.encode()), HTML, re.DOTALL)
+    (content,) = re.findall(rb"<%b>(.*?)</%b>" % (tag.encode(), tag.encode()), html, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"
 
 
 HEADERS: Final = {
     "content-type": "text/html; charset=utf-8",
     "content-security-policy": (
-        f"default-src 'none'; script-src {_hash_of('script')}; style-src {_hash_of('style')}; "
+        f"default-src 'none'; script-src {hash_of('script')}; style-src {hash_of('style')}; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
         "frame-ancestors 'none'"
     ),
