@@ -2,7 +2,9 @@
 
 No script, no font, no address: it opens from a disk, and its own policy would stop anything that a
 trace's names put in. Plots are SVG drawn here; the numbers behind each are a table beside it.
-It takes the report as ``--json`` prints it, and the table as the terminal shows it.
+It takes the report as ``--json`` prints it, and the table as the terminal shows it. Results that
+have ``options`` of their own, in which they differ, are points of a sweep: a line over the swept
+number for each of their figures, in place of the plots of single runs.
 """
 
 from __future__ import annotations
@@ -64,7 +66,10 @@ def write(path: str | None, report: Mapping[str, Any], heading: str, rows: Rows)
 
 def page(report: Mapping[str, Any], heading: str, rows: Rows) -> str:
     """The whole document."""
-    main = [_what(report), _summary(rows), '<div class="plots">', *_plots(report["results"])]
+    results = report["results"]
+    swept = _swept(results)
+    plots = _sweeps(results, swept) if swept else _plots(results)
+    main = [_what(report), _summary(rows), '<div class="plots">', *plots]
     return Template(HTML.decode()).substitute(
         title=f"Replay of {escape(str(report['trace']))}",
         subtitle=escape(heading),
@@ -77,7 +82,7 @@ def _what(report: Mapping[str, Any]) -> str:
     """What was replayed: all that is one value, whatever it is called."""
     given = {**report, **report["options"]}
     pairs = [
-        f"<div><dt>{escape(name.replace('_', ' '))}</dt><dd>{escape(_value(value))}</dd></div>"
+        f"<div><dt>{escape(_words(name))}</dt><dd>{escape(_value(value))}</dd></div>"
         for name, value in given.items()
         if not isinstance(value, list | dict)
     ]
@@ -145,6 +150,59 @@ def _name(result: Mapping[str, Any]) -> str:
 
 def _ideal(result: Mapping[str, Any]) -> str:
     return "" if result["ideal_share"] is None else f", ideal {result['ideal_share']:.1%}"
+
+
+def _swept(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Options in which results differ, where all of them have a number there."""
+    options = [result.get("options", {}) for result in results]
+    names = [name for name in options[0] if all(_is_number(each.get(name)) for each in options)]
+    return [name for name in names if len({each[name] for each in options}) > 1]
+
+
+def _sweeps(results: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> Iterator[str]:
+    """A plot for each figure that is not the same everywhere, over each swept option."""
+    figures = [_figures(result) for result in results]
+    for option in swept:
+        others = [name for name in swept if name != option]
+        for figure in figures[0]:
+            lines: dict[str, list[tuple[float, float]]] = {}
+            for result, found in zip(results, figures, strict=True):
+                if figure in found:
+                    rest = [f"{_words(name)} {result['options'][name]:,}" for name in others]
+                    line = lines.setdefault(", ".join([_name(result), *rest]), [])
+                    line.append((result["options"][option], found[figure]))
+            if len({value for points in lines.values() for _, value in points}) > 1:
+                title = f"{figure}, by {_words(option)}" if others else str(figure)
+                series = [(name, sorted(points)) for name, points in lines.items()]
+                yield _lines(title, Axis(_words(option)), figure, series, dots=True)
+
+
+def _figures(result: Mapping[str, Any]) -> dict[Axis, float]:
+    """All that is a number; of percentiles the 90th."""
+    found: dict[Axis, float] = {}
+    for key, value in result.items():
+        name, value = (key, value) if _is_number(value) else (f"{key}, p90", _p90(value))
+        if value is None:
+            continue
+        for suffix, unit, factor in (("_share", "%", 100), ("_s", "s", 1), ("", "", 1)):
+            if key.endswith(suffix):
+                label = name.replace(key, key.removesuffix(suffix))
+                found[Axis(_words(label), unit)] = factor * value
+                break
+    return found
+
+
+def _p90(value: object) -> float | None:
+    found = value.get("p90") if isinstance(value, Mapping) else None
+    return found if _is_number(found) else None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _curves(
@@ -264,10 +322,12 @@ def _lines(
     *,
     held: bool = False,
     by_y: bool = False,
+    dots: bool = False,
 ) -> str:
     """A line each; an empty string without any. Both axes begin at 0.
 
     ``held``: a value stays until the next one. ``by_y``: the table's rows are those of y.
+    ``dots``: each point is marked.
     """
     if not series:
         return ""
@@ -289,6 +349,12 @@ def _lines(
         f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{escape(str(x))}</text>'
     )
     for number, (_, points) in enumerate(series):
+        if dots:
+            drawn += [
+                f'<circle class="{_look(number)}" cx="{LEFT + at * x_scale:.1f}" '
+                f'cy="{floor - value * y_scale:.1f}" r="3"/>'
+                for at, value in points
+            ]
         if held:
             corners = [((b[0], a[1]), b) for a, b in pairwise(points)]
             points = [*points[:1], *(point for corner in corners for point in corner)]

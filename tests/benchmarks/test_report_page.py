@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from proxy.__main__ import main
 from tests.benchmarks.test_replay import file_of, rollouts
 
 MARKUP = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
-WITHOUT_END = {"meta", "link", "path", "rect"}
+WITHOUT_END = {"meta", "link"}
 
 
 class Reader(HTMLParser):
@@ -216,6 +217,48 @@ def test_a_page_that_cannot_be_written_is_told(tmp_path, capsys):
     assert "prompt tokens from cache" in out, "what was found is lost"
     assert f"{tmp_path}: Is a directory" in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_sweep_is_a_line_over_what_was_swept():
+    trace = rollouts(steps=2)
+    results = []
+    for router in ("prefix", "round-robin"):
+        for inflight in (64, 16):
+            options = Options(inflight=inflight)
+            result = asdict(replay(trace, router, options))
+            results.append(result | {"options": asdict(options), "waits": "trainer"})
+    report = {"rollmux": "1", "trace": "t", "options": {}, "results": results}
+    html = report_page.page(report, "t", [("", ["prefix"]), ("requests", ["1"])])
+    tables = Reader(html).tables
+    assert set(tables) >= {"cached, %", "tokens per second", "request, p90, s", "group, p90, s"}
+    assert "requests" not in tables, "a figure that is the same everywhere"
+    assert "In flight, over time" not in tables
+    for title, figure in (
+        ("tokens per second", lambda r: r["tokens_per_second"]),
+        ("group, p90, s", lambda r: r["group_s"]["p90"]),
+        ("cached, %", lambda r: 100 * r["cached_share"]),
+    ):
+        head, *rows = tables[title]
+        assert head == ["inflight", "prefix", "round-robin"]
+        values = [figure(result) for result in results]
+        expected = [16, values[1], values[3]], [64, values[0], values[2]]
+        for row, numbers in zip(rows, expected, strict=True):
+            assert [number(cell) for cell in row] == pytest.approx(numbers)
+
+
+def test_two_swept_options_are_told_apart():
+    results = [
+        {"router": "prefix", "options": {"replicas": n, "seed": k}, "seconds": 10 * n + k}
+        for n in (1, 2)
+        for k in (3, 4)
+    ]
+    report = {"rollmux": "1", "trace": "t", "options": {}, "results": results}
+    html = report_page.page(report, "t", [("", ["prefix"])])
+    tables = Reader(html).tables
+    assert tables["seconds, by replicas"] == [
+        ["replicas", "prefix, seed 3", "prefix, seed 4"], ["1", "13", "14"], ["2", "23", "24"],
+    ]  # fmt: skip
+    assert tables["seconds, by seed"][0] == ["seed", "prefix, replicas 1", "prefix, replicas 2"]
 
 
 async def test_of_a_server_what_it_does_not_tell_is_left_out(tmp_path, capsys):
