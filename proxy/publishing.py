@@ -30,6 +30,7 @@ from broadcast.publication import (
     Rules,
     begin,
 )
+from broadcast.transport import Undelivered
 from proxy.bucket_gate import BucketGate
 from proxy.calls import Calls
 from proxy.errors import AdapterNotVisible, AdapterRefused, BadRequest
@@ -39,6 +40,7 @@ from proxy.pushing import Pushing
 from proxy.rejoin import LoraLimits
 from proxy.replicas import Replicas
 from proxy.status import Status, Underway
+from proxy.tasks import Tasks
 from routing.ids import AdapterName, ReplicaId
 
 log = logging.getLogger("rollmux")
@@ -222,6 +224,21 @@ class Publishing:
                 ledger.loaded(call.name)
             self._on_attempt(replica, outcome, seconds)
 
+        # The files go out while the replicas are asked what they list.
+        tasks = Tasks(f"publish {call.name}")
+        ahead = {
+            r.id: tasks.start(
+                self._pushing.deliver(r.id, found.copy, found.path), f"push {r.id}", awaited=True
+            )
+            for r in targets
+            if r.id in self._pushing
+        }
+
+        async def deliver(replica: ReplicaId) -> str | Undelivered:
+            if (early := ahead.pop(replica, None)) is not None:
+                return await early
+            return await self._pushing.deliver(replica, found.copy, found.path)
+
         try:
             listed = await self._fanout.all(
                 targets, "GET", "/v1/models", timeout_s=self._timeouts.control_timeout_s
@@ -251,12 +268,13 @@ class Publishing:
                 clock=replicas.now_s,
                 timeouts=self._timeouts,
                 fields=call.fields,
-                deliver=lambda r: self._pushing.deliver(r, found.copy, found.path),
+                deliver=deliver,
                 on_attempt=on_attempt,
                 on_drop=self._on_drop,
             )
         finally:
             self._notices = None
+            await tasks.close()
         now_s = replicas.now_s()
         self._remember(call.name)
         if result.committed:

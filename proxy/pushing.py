@@ -11,7 +11,7 @@ import logging
 import tempfile
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -38,6 +38,10 @@ CHUNK_BYTES = 1 << 18
 ROUNDS = 3
 """Manifests sent for one delivery: one to say what comes, one to publish it, and one to spare for
 a replica that made room or restarted meanwhile."""
+WHOLE_BYTES = 32 << 20
+"""An adapter of at most so many bytes goes in one call, as the endpoint allows: each call has to
+wait for its turn at a server that is busy with rollouts. A larger one goes file by file, so that
+what has arrived need not be sent again."""
 MAX_PARCELS = 64
 """Manifests kept; there are as many live adapters as the staleness in use, so a handful."""
 
@@ -57,7 +61,13 @@ class Parcel:
     copy: Path
     manifest: bytes
     sizes: dict[str, int]
-    """Bytes of each file, by name."""
+    """Bytes of each file, by name, in the manifest's order."""
+    sent_to: set[ReplicaId] = field(default_factory=set)
+    """Who was sent it at once, and is asked what is missing if it has to be delivered again."""
+
+    @property
+    def content_bytes(self) -> int:
+        return sum(self.sizes.values())
 
 
 class Pushing:
@@ -113,6 +123,9 @@ class Pushing:
             self._endpoints[replica] = found
             if before is None:
                 log.info("%s takes pushed adapters", label)
+            elif before.instance != found.instance:  # it has nothing of what was sent to it
+                for parcel in self._parcels.values():
+                    parcel.sent_to.discard(replica)
             return ""
         self._endpoints.pop(replica, None)
         if isinstance(answer, NoAnswer):
@@ -168,10 +181,15 @@ class Pushing:
         began_s = loop.time()
         parcel = await self._parcel(copy)
         target = f"{ENDPOINT}/{quote(copy.name, safe='')}"
+        at_once = parcel.content_bytes <= WHOLE_BYTES and replica not in parcel.sent_to
         for _ in range(ROUNDS):
-            answer = await self._call(
-                replica, "POST", target, parcel.manifest, timeout_s=self._timeout_s
-            )
+            if at_once:
+                at_once = False
+                answer = await self._send_whole(replica, target, parcel)
+            else:
+                answer = await self._call(
+                    replica, "POST", target, parcel.manifest, timeout_s=self._timeout_s
+                )
             if isinstance(answer, NoAnswer):
                 return Undelivered(f"{target}: {answer.cause}: {answer.detail}")
             told = _object(answer)
@@ -187,6 +205,22 @@ class Pushing:
                 if lost := await self._send(replica, target, parcel, name):
                     return lost
         raise _Refused(f"it still asks for files after {ROUNDS} rounds")
+
+    async def _send_whole(
+        self, replica: ReplicaId, target: str, parcel: Parcel
+    ) -> Answer | NoAnswer:
+        parcel.sent_to.add(replica)
+        answer = await self._call(
+            replica,
+            "PUT",
+            target,
+            _whole(parcel),
+            timeout_s=self._timeout_s,
+            length=len(parcel.manifest) + 1 + parcel.content_bytes,
+        )
+        if isinstance(answer, Answer) and answer.status == 200:
+            self._metrics.pushed_bytes.labels(replica).inc(parcel.content_bytes)
+        return answer
 
     async def _send(
         self, replica: ReplicaId, target: str, parcel: Parcel, name: str
@@ -260,6 +294,13 @@ def _wrap(copy: Path) -> Parcel:
     ]
     manifest = {"digest": own_copy.digest_in(str(copy)), "files": files}
     return Parcel(copy, orjson.dumps(manifest), {f["name"]: f["bytes"] for f in files})
+
+
+async def _whole(parcel: Parcel) -> AsyncIterator[bytes]:
+    yield parcel.manifest + b"\n"  # orjson writes one line
+    for name in parcel.sizes:
+        async for piece in _pieces(parcel.copy / name):
+            yield piece
 
 
 async def _pieces(file: Path) -> AsyncIterator[bytes]:

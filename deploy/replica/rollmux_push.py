@@ -18,10 +18,12 @@ adds the class as the outermost layer (``entrypoints/openai/api_server.py``, bui
 | ``GET /rollmux/push`` | 200: instance, root, room, and the adapters that are whole |
 | ``POST /rollmux/push/{dir}``, a manifest | 200: where the whole adapter is; 202: what is missing |
 | ``PUT /rollmux/push/{dir}/{file}``, its bytes | 204: it lies ready |
+| ``PUT /rollmux/push/{dir}``, all at once | 200: where the whole adapter is |
 | ``DELETE /rollmux/push/{dir}`` | 204: it is gone |
 
 ``{dir}`` is ``<name>-<digest>``, the digest of ``broadcast/adapter_dir.py``. A directory appears
 whole, by one rename, once its bytes have that digest. What vLLM lists is never taken away.
+All at once: the manifest on one line, then the bytes of its files in its order, 32 MiB at most.
 
 A process keeps its files in a folder of its own, locked while it lives. The next process to start
 removes the folders of dead ones. With several API servers (``--api-server-count``) a call may reach
@@ -66,6 +68,8 @@ MAX_MANIFEST_BYTES = 256 * 1024
 """64 entries with the longest names come to half of it."""
 MAX_NAME_BYTES = 255
 """What Linux file systems take."""
+MAX_WHOLE_BYTES = 32 << 20
+"""Of an adapter sent at once: it is collected in memory. A larger one goes file by file."""
 MAX_ADAPTERS = 1024
 """Bounds the bookkeeping where adapters are tiny; a run has a handful."""
 CHUNK_BYTES = 1 << 20
@@ -166,7 +170,7 @@ class Upload:
         self._lock = threading.Lock()  # a cancelled call closes while a thread still writes
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
-    def write(self, data: bytes | bytearray) -> None:
+    def write(self, data: bytes | bytearray | memoryview) -> None:
         """Raises Refused when there is more than the manifest says, and OSError."""
         with self._lock:
             if self._fd < 0:
@@ -263,6 +267,40 @@ class Store:
             if not missing:
                 self._publish(held)
             return ("", missing) if missing else (held.path, [])
+
+    def take(self, name: str, files: Manifest, content: memoryview, listed: Listed) -> str:
+        """The path of an adapter that came at once, ``content`` being its files in their order."""
+        size = sum(file.bytes for file in files.values())
+        if len(content) != size:
+            text = f"the files have {size} bytes by the manifest, {len(content)} came"
+            raise Refused(400, "wrong_length", text)
+        path, missing = self.offer(name, files, listed)
+        if not missing:
+            return path
+        try:
+            begin = 0
+            for file, about in files.items():
+                end = begin + about.bytes
+                if file in missing:
+                    self._write(self.upload(name, file, about.bytes, listed), content[begin:end])
+                begin = end
+            path, missing = self.offer(name, files, listed)
+        except (OSError, Refused):
+            with self._lock:
+                held = self._held.get(name)
+                if held is not None and not held.whole and not held.busy:
+                    self._drop(held)
+            raise
+        if missing:
+            raise Refused(409, "busy", f"{name} was given up meanwhile: push it again")
+        return path
+
+    def _write(self, upload: Upload, data: memoryview) -> None:
+        try:
+            upload.write(data)
+            self.finish(upload)
+        finally:
+            self.discard(upload)
 
     def upload(self, name: str, file: str, length: int, listed: Listed) -> Upload:
         """Whoever gets it must end it, with ``finish`` or ``discard``."""
@@ -645,10 +683,15 @@ class AdapterPush:
             about = {"protocol": PROTOCOL, "version": VERSION}
             return 200, about | await self._in_thread(store.describe, listed)
         if len(names) == 1 and method == "POST":
-            manifest = parse_manifest(names[0], await self._body(receive, MAX_MANIFEST_BYTES))
+            text = f"a manifest has at most {MAX_MANIFEST_BYTES} bytes"
+            body = await self._body(receive, MAX_MANIFEST_BYTES, text)
+            manifest = parse_manifest(names[0], bytes(body))
             path, missing = await self._in_thread(store.offer, names[0], manifest, listed)
             if missing:
                 return 202, {"missing": missing}
+            return 200, {"path": path, "published": True}
+        if len(names) == 1 and method == "PUT":
+            path = await self._put_whole(store, names[0], _length(scope), listed, receive)
             return 200, {"path": path, "published": True}
         if len(names) == 2 and method == "PUT":
             await self._put(store, names[0], names[1], _length(scope), listed, receive)
@@ -685,14 +728,31 @@ class AdapterPush:
             if not upload.over:
                 await self._in_thread(store.discard, upload)
 
-    async def _body(self, receive: Receive, limit: int) -> bytes:
+    async def _put_whole(
+        self, store: Store, name: str, length: int, listed: Listed, receive: Receive
+    ) -> str:
+        limit = MAX_MANIFEST_BYTES + MAX_WHOLE_BYTES
+        text = f"an adapter sent at once has at most {MAX_WHOLE_BYTES} bytes; send it by files"
+        if length > limit:
+            raise Refused(413, "too_large", text)
+        body = await self._body(receive, limit, text)
+        end = body.find(b"\n")
+        if not 0 <= end <= MAX_MANIFEST_BYTES:
+            raise _bad_manifest(f"no line of at most {MAX_MANIFEST_BYTES} bytes")
+        manifest = parse_manifest(name, bytes(body[:end]))
+        content = memoryview(body)[end + 1 :]
+        path: str = await self._in_thread(store.take, name, manifest, content, listed)
+        return path
+
+    async def _body(self, receive: Receive, limit: int, text: str) -> bytearray:
+        """Raises Refused with ``text`` for more than ``limit`` bytes."""
         data, more = bytearray(), True
         while more:
             piece, more = await self._next(receive)
             data += piece
             if len(data) > limit:
-                raise Refused(413, "too_large", f"a manifest has at most {limit} bytes")
-        return bytes(data)
+                raise Refused(413, "too_large", text)
+        return data
 
     @staticmethod
     async def _next(receive: Receive) -> tuple[bytes, bool]:

@@ -87,6 +87,29 @@ async def test_each_replica_loads_the_files_from_its_own_folder(pushing, tmp_pat
         assert models[1]["id"] == "trl-policy-v1"
 
 
+def pushes(replica: SimulatedReplica) -> list[tuple[str, int]]:
+    """Method of each, and how many components its path has below the endpoint."""
+    found = [call for call in replica.log if call.path.startswith("/rollmux/push/")]
+    return [(call.method, call.path.count("/") - 2) for call in found]
+
+
+async def test_a_small_adapter_goes_in_one_call_and_a_large_one_file_by_file(
+    pushing, tmp_path, monkeypatch
+):
+    async with pushed_to(tmp_path, 1) as (a,):
+        running = await pushing([a.url], adapter_transport="push")
+        assert (await load(running, 1, adapter(tmp_path, 1))).status_code == 200
+        assert pushes(a) == [("PUT", 1)]
+        # After its restart it has nothing, and gets it in one call again.
+        await a.restart()
+        await running.until(lambda: not running.daemon.replicas.fleet.routable())
+        await running.until_ready(1)
+        assert pushes(a) == [("PUT", 1)] * 2
+        monkeypatch.setattr(proxy.pushing, "WHOLE_BYTES", 10)
+        assert (await load(running, 2, adapter(tmp_path, 2))).status_code == 200
+        assert pushes(a)[2:] == [("POST", 1), ("PUT", 2), ("PUT", 2), ("POST", 1)]
+
+
 async def test_a_replica_that_restarts_gets_what_the_trainer_has_deleted(pushing, tmp_path):
     async with pushed_to(tmp_path) as replicas:
         running = await pushing([r.url for r in replicas], adapter_transport="push", probe_s=0.2)

@@ -127,6 +127,10 @@ class Adapter:
             ],
         }
 
+    def at_once(self) -> bytes:
+        """The body of a push with one call."""
+        return json.dumps(self.manifest).encode() + b"\n" + b"".join(self.files.values())
+
 
 def of_bytes(size: int, stem: str) -> Adapter:
     """One file of this size, its content of its own."""

@@ -88,6 +88,7 @@ def manifests(draw: st.DrawFn) -> Any:
 
 calls = st.one_of(
     st.tuples(st.just("push"), adapters, st.booleans()),
+    st.tuples(st.just("at once"), adapters, st.sampled_from(["", "first", "last", "longer"])),
     st.tuples(st.just("offer"), adapters),
     st.tuples(st.just("put"), adapters, st.integers(0, 1), st.booleans()),
     st.tuples(st.just("POST"), directories, manifests()),
@@ -128,6 +129,15 @@ class Run:
         match what, *args:
             case "push", Adapter() as adapter, bool() as backwards:
                 self.push(adapter, backwards)
+            case "at once", Adapter() as adapter, str() as spoiled:
+                body = adapter.at_once()
+                if spoiled:
+                    other = {"first": b"x" + body[1:], "last": body[:-1] + b"x"}
+                    body = other.get(spoiled, body + b"x")
+                status, told = self.call("PUT", f"/{quote(adapter.name)}", body)
+                if status == 200:  # spoiled too, where what is spoiled was there before
+                    assert adapter_dir.digest(Path(told["path"])) == adapter.digest
+                assert status in (200, 507) or spoiled
             case "offer", Adapter() as adapter:
                 assert self.call("POST", f"/{quote(adapter.name)}", adapter.manifest)[0] != 400
             case "put", Adapter() as adapter, int() as number, bool() as spoiled:

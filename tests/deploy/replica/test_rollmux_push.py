@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import errno
 import os
 import signal
 import stat
@@ -26,7 +27,15 @@ from starlette.routing import Route
 from benchmarks.adapter import write_adapter
 from broadcast import adapter_dir
 from deploy.replica import rollmux_push
-from deploy.replica.rollmux_push import BLOCK_BYTES, CHUNK_BYTES, STALE_S, AdapterPush, Store
+from deploy.replica.rollmux_push import (
+    BLOCK_BYTES,
+    CHUNK_BYTES,
+    MAX_MANIFEST_BYTES,
+    STALE_S,
+    AdapterPush,
+    Store,
+    Upload,
+)
 from tests.deploy.replica.push_client import (
     KEY,
     Adapter,
@@ -73,6 +82,25 @@ def test_pushed_adapter_is_on_disk_byte_for_byte_under_the_digest_of_the_sender(
     assert adapter_dir.digest(path) == adapter.digest
     assert {stat.S_IMODE(p.stat().st_mode) for p in path.iterdir()} == {0o600}
     assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(replica.root.stat().st_mode) == 0o700
+    assert replica.leftovers() == []
+
+
+def test_an_adapter_sent_at_once_is_whole_with_one_call(replica: Replica) -> None:
+    status, told = replica.call("PUT", f"/{SMALL.name}", SMALL.at_once())
+    assert (status, told["published"]) == (200, True)
+    folder = Path(told["path"])
+    assert folder == replica.root / SMALL.name
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == SMALL.files
+    assert replica.leftovers() == []
+    assert replica.call("PUT", f"/{SMALL.name}", SMALL.at_once()) == (status, told)
+    # One that was begun file by file is ended by it, and may be sent again by several at once.
+    other = of_bytes(MB, "v2")
+    stage(replica, other, next(iter(other.files)))
+    with ThreadPoolExecutor(4) as pool:
+        calls = [("PUT", f"/{other.name}", other.at_once())] * 4
+        answers = list(pool.map(lambda call: replica.call(*call), calls))
+    assert {status for status, _ in answers} <= {200, 409}
+    assert held(replica) == [SMALL.name, other.name]
     assert replica.leftovers() == []
 
 
@@ -405,7 +433,7 @@ def test_other_methods_are_refused(replica: Replica) -> None:
         ("POST", ""),
         ("DELETE", ""),
         ("GET", f"/{SMALL.name}"),
-        ("PUT", f"/{SMALL.name}"),
+        ("PATCH", f"/{SMALL.name}"),
         ("POST", f"/{SMALL.name}/x"),
         ("DELETE", f"/{SMALL.name}/x"),
     ):
@@ -513,6 +541,55 @@ def test_a_name_with_another_digest_than_its_files_is_refused_and_all_of_it_remo
     assert held(replica) == []
     assert replica.leftovers() == []
     assert replica.call("GET")[1]["used_bytes"] == 0
+
+
+def test_an_adapter_sent_at_once_that_is_wrong_leaves_nothing(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    liar = Adapter(SMALL.files)
+    liar.digest = DIGEST
+    liar.name = f"policy-v1-{DIGEST}"
+    target, right = f"/{SMALL.name}", SMALL.at_once()
+    line = right.partition(b"\n")[0]
+    for where, body, refusal in (
+        (target, right[:-1], (400, "wrong_length")),
+        (target, right + b"!", (400, "wrong_length")),
+        (target, right[:-1] + b"S", (400, "wrong_digest")),
+        (f"/{liar.name}", liar.at_once(), (400, "wrong_digest")),
+        (target, line, (400, "bad_manifest")),
+        (target, b"", (400, "bad_manifest")),
+        (target, b" " * MAX_MANIFEST_BYTES + right, (400, "bad_manifest")),
+        (target, b"{}\n", (400, "bad_manifest")),
+        (f"/..%2F{SMALL.name}", right, (400, "bad_name")),
+    ):
+        assert replica.call("PUT", where, body) == refusal
+        assert replica.leftovers() == []
+        assert held(replica) == []
+        assert replica.call("GET")[1]["used_bytes"] == 0
+    assert replica.call("PUT", target, right, key="another") == (401, "wrong_key")
+    chunked = {"transfer-encoding": "chunked"}
+    assert replica.call("PUT", target, b"0\r\n\r\n", headers=chunked) == (411, "no_length")
+    monkeypatch.setattr(rollmux_push, "MAX_WHOLE_BYTES", 3 * MB - MAX_MANIFEST_BYTES)
+    big = of_bytes(3 * MB, "v1")
+    assert replica.call("PUT", f"/{big.name}", big.at_once()) == (413, "too_large")
+    with replica.sends_a_part(target, len(right), right[:-1]):
+        pass
+    until(lambda: replica.leftovers() == [])
+    assert held(replica) == []
+
+
+def test_a_disk_that_fills_up_under_an_adapter_sent_at_once_leaves_nothing(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(upload: Upload, data: memoryview) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Upload, "write", write)
+        assert replica.call("PUT", f"/{SMALL.name}", SMALL.at_once()) == (507, "no_room")
+    assert replica.leftovers() == []
+    assert replica.call("GET")[1]["used_bytes"] == 0
+    assert replica.call("PUT", f"/{SMALL.name}", SMALL.at_once())[0] == 200
 
 
 async def test_a_body_that_goes_on_or_ends_early_is_refused_whatever_the_server_does(
