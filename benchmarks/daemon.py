@@ -50,11 +50,7 @@ async def daemon(
     for replica in replicas:
         command += ["--replica", replica]
     command += ["--drain-s", "2", *options]
-    # What is set for a real fleet must not reach this one.
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("ROLLMUX_", "PROXY_"))}
-    clean.pop("UPSTREAM_URLS", None)
-    clean["PYTHONPATH"] = os.pathsep.join(p for p in (HERE, clean.get("PYTHONPATH")) if p)
-    clean |= environ or {}
+    clean = environment(environ or {})
     with listener, log.open("wb") as output:
         child = await asyncio.create_subprocess_exec(
             *command, stdout=output, stderr=output, pass_fds=(listener.fileno(),), env=clean
@@ -65,6 +61,14 @@ async def daemon(
             yield url
         finally:
             await end(child)
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """For a child: ours without what is set for a real fleet, and with ``environ``."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("ROLLMUX_", "PROXY_"))}
+    clean.pop("UPSTREAM_URLS", None)
+    clean["PYTHONPATH"] = os.pathsep.join(p for p in (HERE, clean.get("PYTHONPATH")) if p)
+    return {**clean, **environ}
 
 
 async def end(child: asyncio.subprocess.Process) -> None:
