@@ -24,6 +24,7 @@ from proxy.bucket_gate import BucketGate
 from proxy.calls import Calls
 from proxy.client_protocol import ClientProtocol
 from proxy.control import Control
+from proxy.descriptors import most_generations
 from proxy.fanout import Fanout
 from proxy.generation import Generations
 from proxy.hints import Hints
@@ -187,6 +188,7 @@ class Daemon:
             self.replicas,
             hold_s=settings.hold_s,
             body_timeout_s=settings.body_timeout_s,
+            most=most_generations(),
             # A client's own credentials go on to a replica only where we have none to guard.
             keep_authorization=secrets.api_key is None and not self.bearer,
             on_record=self._on_record,

@@ -120,6 +120,14 @@ class NoReadyReplica(ProxyError):
         self.retry_after_s = retry_after_s
 
 
+class TooManyAtOnce(ProxyError):
+    """The operator's fault: no file descriptor is left for another one. Raise ``ulimit -n``."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}; send fewer generations at once, or raise `ulimit -n`")
+        self.retry_after_s = 1
+
+
 class FleetOutage(ProxyError):
     """The fleet's fault: fewer than ``--min-replicas`` answered for ``--outage-s``. Look at it."""
 
@@ -254,6 +262,12 @@ TABLE: Final[Mapping[type[ProxyError], Row]] = {
         "ServiceUnavailableError",
         "TRL tries again for minutes; OpenEnv honours Retry-After",
     ),
+    TooManyAtOnce: Row(
+        503,
+        "too_many_at_once",
+        "ServiceUnavailableError",
+        "TRL tries again for minutes; OpenEnv honours Retry-After",
+    ),
     FleetOutage: Row(
         503,
         "fleet_outage",
@@ -287,6 +301,8 @@ def error_body(error: ProxyError) -> tuple[int, list[tuple[bytes, bytes]], bytes
     if error.retry_after_s is not None:
         # A whole number is the form that every client understands; 0 would mean "at once".
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
+    if isinstance(error, TooManyAtOnce):
+        headers.append((b"connection", b"close"))  # the client's takes a descriptor as well
     if isinstance(error, Unauthorized):
         headers.append((b"www-authenticate", b"Bearer"))
     return error.status, headers, body

@@ -25,6 +25,7 @@ from proxy.errors import (
     NoReadyReplica,
     ProxyError,
     SuspectRequest,
+    TooManyAtOnce,
     UnknownModel,
     UpstreamLost,
 )
@@ -96,6 +97,7 @@ class Generations:
         *,
         hold_s: float,
         body_timeout_s: float,
+        most: int,
         keep_authorization: bool,
         on_record: Callable[[RequestRecord], None],
         tasks: Tasks,
@@ -104,6 +106,9 @@ class Generations:
         self._replicas = replicas
         self._hold_s = hold_s
         self._body_timeout_s = body_timeout_s
+        self._most = most
+        """Carried at once: one more would find no descriptor, and cost others theirs."""
+        self._carried = 0
         self._not_forwarded = (
             NOT_FORWARDED - {b"authorization"} if keep_authorization else NOT_FORWARDED
         )
@@ -156,12 +161,16 @@ class Generations:
                 record.request_id = value
         record.weight = generation.weight
         record.body_bytes = len(body)
+        if self._carried >= self._most:
+            raise TooManyAtOnce(f"{self._most} generations are under way, and no more can be")
         task = asyncio.current_task()
         assert task is not None
+        self._carried += 1
         watch = self._tasks.start(client.until_gone(task), "watch")
         try:
             await self._carry(scope, client, record, generation, body)
         finally:
+            self._carried -= 1
             watch.cancel()
 
     async def _carry(

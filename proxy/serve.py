@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import resource
 import signal
 import socket
 import sys
@@ -14,15 +12,13 @@ from collections.abc import Sequence
 import orjson
 import uvloop
 
+from proxy import descriptors
 from proxy.daemon import BACKLOG, Daemon
 from proxy.settings import Secrets, Settings, SettingsError
 from proxy.version import version
 from routing import registry
 
 log = logging.getLogger("rollmux")
-
-WANTED_FILES = 65_536
-"""Descriptors: two for each generation in flight."""
 
 
 def serve(settings: Settings, secrets: Secrets, notes: Sequence[str]) -> int:
@@ -31,7 +27,7 @@ def serve(settings: Settings, secrets: Secrets, notes: Sequence[str]) -> int:
     for note in notes:
         log.info("%s", note)
     listener = _listen(settings)
-    _raise_file_limit()
+    descriptors.raise_limit()
     try:
         registry.factory(settings.router)
     except registry.RouterError as exc:
@@ -92,22 +88,6 @@ def _listen(settings: Settings) -> socket.socket:
         ) from exc
     listener.setblocking(False)
     return listener
-
-
-def _raise_file_limit() -> None:
-    """As many descriptors as we may have: each generation in flight takes two."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(hard, WANTED_FILES) if hard != resource.RLIM_INFINITY else WANTED_FILES
-    if soft < wanted:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < 4096:
-        log.warning(
-            "only %d file descriptors: at most %d rollouts at once; raise `ulimit -n`",
-            soft,
-            max(1, soft // 2 - 32),
-        )
 
 
 class _Json(logging.Formatter):

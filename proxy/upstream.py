@@ -17,6 +17,8 @@ from urllib.parse import SplitResult, urlsplit
 import httptools
 
 from broadcast.answer import Cause
+from proxy.descriptors import USED_UP
+from proxy.errors import TooManyAtOnce
 
 IDLE_S = 4.0
 """A connection idle for longer is not used again. vLLM closes them after 5 s
@@ -357,7 +359,8 @@ class Upstream:
         """Send one request; return when its reply is here: all of it, or its head.
 
         A ``whole`` reply past ``WHOLE_LIMIT_BYTES`` comes back incomplete, to be read in chunks.
-        Raises ``UpstreamBroken``. Cancelling it closes the connection.
+        Raises ``UpstreamBroken``, or ``TooManyAtOnce`` where this machine is at its limit.
+        Cancelling it closes the connection.
         """
         loop = asyncio.get_running_loop()
         connection = self._take_idle(loop.time())
@@ -451,6 +454,8 @@ class Upstream:
         except ConnectionRefusedError as exc:
             raise UpstreamBroken(Cause.REFUSED, "connection refused") from exc
         except (OSError, ssl.SSLError) as exc:
+            if exc.errno in USED_UP:  # says nothing about the replica
+                raise TooManyAtOnce(f"no connection can be opened ({exc.strerror or exc})") from exc
             raise UpstreamBroken(Cause.UNREACHABLE, f"cannot connect ({exc})") from exc
         if self._breaks != breaks:
             # The kernel completes handshakes for a process that stands still: no reply would come.

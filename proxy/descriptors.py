@@ -1,0 +1,45 @@
+"""File descriptors: how many this process may have, and how many generations that is."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import resource
+
+log = logging.getLogger("rollmux")
+
+WANTED = 65_536
+ENOUGH = 4096
+"""Fewer are told of at the start: 1,984 generations."""
+RESERVED = 64
+"""Kept free of generations, at least, as is a sixteenth of all: probes, control calls and their
+answers, `/metrics`, clients about to be refused, files."""
+
+USED_UP = frozenset((errno.EMFILE, errno.ENFILE))
+"""Why a connect fails that never left this machine."""
+
+
+def raise_limit() -> None:
+    """As many as we may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard, WANTED) if hard != resource.RLIM_INFINITY else WANTED
+    if soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < ENOUGH:
+        log.warning(
+            "only %d file descriptors: at most %d generations at once, others are answered 503; "
+            "raise `ulimit -n`",
+            soft,
+            most_generations(),
+        )
+
+
+def most_generations() -> int:
+    """Each takes two: its client's connection and its replica's."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        soft = WANTED
+    return max(1, (soft - max(RESERVED, soft // 16)) // 2)
