@@ -295,19 +295,40 @@ def curl(command: Command, stage: Stage) -> str:
     words = [stage.placed(word, 0) for word in command.words[1:]]
     if not any(word.startswith(stage.daemon) for word in words):
         return elsewhere(words)
-    stage.run([program, "-sS", "--fail", *words], fine=(0,))
-    if "DELETE" in words:
-        until_gone(stage.daemon, words[-1])
+    with httpx.Client(
+        base_url=stage.daemon,
+        headers={"authorization": f"Bearer {ADMIN_KEY}"},
+        trust_env=False,
+        timeout=10,
+    ) as admin:
+        # A replica that leaves and the one that comes are two commands: each does the other's part
+        # here, so that it can be run alone and the next one finds the stage as it was.
+        url = stage.replicas[1]
+        removes, adds = "DELETE" in words, words[-1].endswith("/proxy/replicas") and "-d" in words
+        if removes:
+            words[-1] = words[-1].replace("/r1?", f"/{id_of(admin, url)}?")
+        if adds:
+            admin.delete(f"/proxy/replicas/{id_of(admin, url)}").raise_for_status()
+            until_gone(admin, url)
+        stage.run([program, "-sS", "--fail", *words], fine=(0,))
+        if removes:
+            until_gone(admin, url)
+            admin.post("/proxy/replicas", json={"url": url}).raise_for_status()
     until_whole(stage.daemon)
     return RAN
 
 
-def until_gone(daemon: str, url: str) -> None:
-    id, by_s = httpx.URL(url).path.rpartition("/")[2], time.monotonic() + DEADLINE_S
-    with httpx.Client(base_url=daemon, trust_env=False, timeout=10) as client:
-        while id in [r["id"] for r in client.get("/proxy/status").json()["replicas"]]:
-            assert time.monotonic() < by_s, f"{id} does not leave"
-            time.sleep(0.05)
+def id_of(client: httpx.Client, url: str) -> str | None:
+    """None: the daemon does not list it."""
+    replicas = client.get("/proxy/status").json()["replicas"]
+    return next((r["id"] for r in replicas if r["url"] == url), None)
+
+
+def until_gone(client: httpx.Client, url: str) -> None:
+    by_s = time.monotonic() + DEADLINE_S
+    while id_of(client, url) is not None:
+        assert time.monotonic() < by_s, f"{url} does not leave"
+        time.sleep(0.05)
 
 
 def elsewhere(words: Sequence[str]) -> str:
