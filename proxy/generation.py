@@ -29,7 +29,7 @@ from proxy.errors import (
     UnknownModel,
     UpstreamLost,
 )
-from proxy.judge import Verdict, judge, judge_piece
+from proxy.judge import Verdict, judge, judge_piece, readable
 from proxy.record import RequestRecord
 from proxy.replicas import Replicas
 from proxy.reply_tokens import StreamTokens, of_whole
@@ -359,13 +359,16 @@ class Generations:
             verdict = judge_piece(data)
         else:
             data = await reply.whole()
-            verdict = Verdict.PASS if data is None else judge(reply.status, data)
+            if data is None:
+                verdict = Verdict.PASS
+            else:
+                verdict = judge(reply.status, readable(reply.headers, data))
         if verdict is Verdict.ADAPTER_LOST and not replicas.believed(generation.model):
             verdict = Verdict.PASS
         if data is None or verdict is Verdict.PASS:
             replicas.answered(replica)
             return data
-        text = data[:300].decode("utf-8", "replace")
+        text = readable(reply.headers, data)[:300].decode("utf-8", "replace")
         detail = replicas.redact(f"{reply.status} {text}")
         replicas.judged(replica, epoch, verdict, generation.model, reply.status, detail)
         raise Given(verdict, detail, reply)
@@ -468,6 +471,6 @@ def _check_end(reply: Reply, last: bytes) -> None:
     if reply.body_length_known or last.rstrip().endswith((b"data: [DONE]", b'"message_stop"}')):
         return
     try:
-        orjson.loads(last)
+        orjson.loads(readable(reply.headers, last))
     except orjson.JSONDecodeError:
         raise UpstreamBroken(Cause.RESET, "body cut short") from None

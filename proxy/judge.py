@@ -5,6 +5,8 @@ Pure: status and body in, a verdict out.
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterable
 from enum import StrEnum
 
 import orjson
@@ -32,6 +34,26 @@ class Verdict(StrEnum):
 
 
 _ENGINE_DEAD = ENGINE_DEAD_TEXT.encode()
+_GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
+"""For zlib: tell the two by their first bytes (zlib.h, inflateInit2)."""
+READABLE_BYTES = 64 * 1024 * 1024
+"""Decoded of a compressed body; what lies behind is not judged. ``upstream.WHOLE_LIMIT_BYTES``."""
+
+
+def readable(headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bytes:
+    """``body`` without its compression, for judging; as it is where that is not known here.
+
+    Replies are asked for uncompressed. Something in between may not care.
+    """
+    if body.startswith(b"{"):  # nearly all
+        return body
+    for name, value in headers:
+        if name == b"content-encoding" and value.lower() in (b"gzip", b"x-gzip", b"deflate"):
+            try:
+                return zlib.decompressobj(_GZIP_OR_ZLIB).decompress(body, READABLE_BYTES)
+            except zlib.error:
+                return body
+    return body
 
 
 def judge(status: int, body: bytes) -> Verdict:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import zlib
+from dataclasses import replace
 
 import httpx
 import pytest
 
-from tests.proxy.scripted import OK, ScriptedReplica
+from benchmarks.httpd import Arrival, Reply
+from tests.proxy.scripted import OK, ScriptedReplica, error, raw
 
 PATH = "/v1/completions"
 BODY = json.dumps({"model": "tiny", "prompt": [1]}).encode()
@@ -74,3 +78,68 @@ async def test_a_head_without_an_end_is_not_read_for_ever(start, caplog):
             assert "431 headers_too_large" in caplog.text
             caplog.clear()
             assert (await running.complete("tiny", [1])).content == OK
+
+
+CODINGS = {"gzip": gzip.compress, "deflate": zlib.compress}
+ABORTED = b'{"choices":[{"text":"ha","finish_reason":"abort"}]}'
+
+
+def coded(reply: Reply, coding: str) -> Reply:
+    headers = (("content-encoding", coding), *reply.headers)
+    return replace(reply, body=CODINGS[coding](reply.body), headers=headers)
+
+
+async def test_a_replica_that_compresses_for_who_accepts_it_is_not_led_to(start):
+    """O-43. The client's own accept-encoding would be honoured, and the reply be unreadable."""
+
+    async def script(arrival: Arrival) -> Reply:
+        accepted = arrival.header("accept-encoding") or ""
+        return coded(Reply(200, OK), "gzip") if "gzip" in accepted else Reply(200, OK)
+
+    async with ScriptedReplica(script) as replica:
+        running = await start([replica.url])
+        answer = await running.client.post(
+            PATH, content=BODY, headers={"accept-encoding": "gzip, deflate, br"}
+        )
+        assert answer.content == OK
+        assert "content-encoding" not in answer.headers
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+async def test_what_is_compressed_all_the_same_passes_and_is_judged(start, coding):
+    """O-43. The same JSON for the client; a refusal is one, and a stump is no success."""
+    replies = [Reply(200, OK), error(400, "the prompt is too long"), Reply(200, ABORTED)]
+
+    async def script(arrival: Arrival) -> Reply:
+        return coded(reply, coding)
+
+    async with ScriptedReplica(script) as a, ScriptedReplica(script) as b:
+        running = await start([a.url, b.url])
+        moved = []
+        running.daemon.replicas.on_transition.append(moved.append)
+        codes = []
+        for reply in replies:
+            answer = await running.client.post(PATH, content=BODY)
+            codes.append(answer.status_code)
+            if answer.status_code != 503:
+                assert answer.json() == json.loads(reply.body)
+                assert answer.headers["content-encoding"] == coding
+        assert codes == [200, 400, 503]
+        assert moved == []
+
+
+async def test_a_compressed_body_that_only_its_connection_ends_has_to_be_whole(start):
+    """O-43 with O-44. Without a length, only what it holds tells a cut from an end."""
+    whole = gzip.compress(OK)
+
+    async def script(arrival: Arrival) -> Reply:
+        first = len(a.generations) + len(b.generations) == 1
+        mine = a if arrival in a.generations else b
+        head = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\n\r\n"
+        return await raw(mine, arrival, head + (whole[:40] if first else whole))
+
+    async with ScriptedReplica(script) as a, ScriptedReplica(script) as b:
+        running = await start([a.url, b.url])
+        answer = await running.complete("tiny", [1])
+        assert (answer.status_code, answer.content) == (200, OK)
+        assert len(a.generations) == len(b.generations) == 1
