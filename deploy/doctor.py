@@ -96,6 +96,12 @@ def _check(name: str) -> Callable[[Check], Check]:
 # --- making findings ----------------------------------------------------------------------------
 
 
+def _lora_limits(fleet: Fleet, place: int) -> dict[ReplicaId, int]:
+    """Of each replica that tells it; ``place`` is that in ``Facts.lora``."""
+    found = {id: facts.lora[place] for id, facts in fleet.facts.items() if facts.lora}
+    return {id: limit for id, limit in found.items() if limit is not None}
+
+
 def _finding(
     check: str,
     fleet: Fleet,
@@ -366,7 +372,7 @@ def _slots(fleet: Fleet) -> Finding:
     """
     need = fleet.asked.staleness + 2
     fix = f"start vLLM with --max-loras {need}, or lower the trainer's max_staleness"
-    slots = {id: f.lora[0] for id, f in fleet.facts.items() if f.lora and f.lora[0] is not None}
+    slots = _lora_limits(fleet, 0)
     ailing = {
         id: fail(f"max_loras {n}, but staleness {fleet.asked.staleness} needs {need}", fix)
         for id, n in slots.items()
@@ -385,7 +391,7 @@ def _cpu_slots(fleet: Fleet) -> Finding:
     """
     need = SPARE_COPIES * (fleet.asked.staleness + 2)
     fix = f"start vLLM with --max-cpu-loras {2 * need}; it costs CPU memory only"
-    slots = {id: f.lora[2] for id, f in fleet.facts.items() if f.lora and f.lora[2] is not None}
+    slots = _lora_limits(fleet, 2)
     ailing = {
         id: warn(f"max_cpu_loras {n} is less than {need}", fix)
         for id, n in slots.items()
@@ -401,7 +407,7 @@ def _rank(fleet: Fleet) -> Finding:
 
     Fix: start vLLM with a `--max-lora-rank` of at least that (8, 16, 32, 64, 128, 256, 320, 512).
     """
-    ranks = {id: f.lora[1] for id, f in fleet.facts.items() if f.lora and f.lora[1] is not None}
+    ranks = _lora_limits(fleet, 1)
     least = min(ranks.values(), default=0)
     wanted = fleet.asked.rank
     if wanted is not None:

@@ -36,6 +36,7 @@ from proxy.calls import Calls
 from proxy.errors import AdapterNotVisible, AdapterRefused, BadRequest
 from proxy.fanout import Fanout
 from proxy.metrics import Metrics
+from proxy.once import Once
 from proxy.pushing import Pushing
 from proxy.rejoin import LoraLimits
 from proxy.replicas import Replicas
@@ -47,8 +48,6 @@ log = logging.getLogger("rollmux")
 
 SWEEP_S = 1.0
 """How often retired names are looked at."""
-MAX_TOLD = 1000
-"""Warnings kept so as not to repeat them."""
 UNUSED_LOOK_S = 0.05
 """How often a takeover looks whether the name's last request has ended."""
 MAX_USED_NAMES = 4096
@@ -149,7 +148,7 @@ class Publishing:
         self._gate = gate
         self._lag: dict[ReplicaId, Lag] = {}
         self._used: OrderedDict[AdapterName, None] = OrderedDict()
-        self._told: set[str] = set()
+        self._warn = Once(log)
         self._limits = limits
         self._notices: asyncio.Queue[Notice] | None = None
         self._attempted: set[ReplicaId] = set()
@@ -280,7 +279,7 @@ class Publishing:
         if result.committed:
             limits = self._limits()
             for warning in ledger.slot_warnings(limits.max_loras, limits.max_cpu_loras):
-                self._tell(warning)
+                self._warn(warning)
             ledger.commit(
                 call.name,
                 call.path,
@@ -330,14 +329,8 @@ class Publishing:
             adapters = [a for n in evicted if (a := ledger.get(n)) is not None]
             if not [a for a in adapters if await self._files_gone(a)]:
                 return
-            self._tell(f"a load waits for requests of {', '.join(evicted)}, whose files are gone")
+            self._warn(f"a load waits for requests of {', '.join(evicted)}, whose files are gone")
             await replicas.changed(SWEEP_S)
-
-    def _tell(self, line: str) -> None:
-        """A warning, once."""
-        if line not in self._told and len(self._told) < MAX_TOLD:
-            self._told.add(line)
-            log.warning("%s", line)
 
     async def _until_unused(self, name: AdapterName) -> None:
         """Until no request of a closed name runs: it would leave cached blocks of the old weights.
@@ -429,13 +422,13 @@ class Publishing:
             copy = await asyncio.to_thread(own_copy.make, source, name)
             if isinstance(copy, own_copy.OwnCopy):
                 return Prepared(str(copy.path), copy.digest, str(copy.path))
-            self._tell(f"adapters are loaded from the trainer's own path: {copy.reason}")
+            self._warn(f"adapters are loaded from the trainer's own path: {copy.reason}")
         if not (pushing.required or any(r in pushing for r in replicas)):
             return Prepared(str(source))
         copy = await asyncio.to_thread(self._cached, source, name)
         if isinstance(copy, own_copy.OwnCopy):
             return Prepared(str(source), copy.digest, str(copy.path))
-        self._tell(f"adapters are not pushed: {copy.reason}")
+        self._warn(f"adapters are not pushed: {copy.reason}")
         return Prepared(str(source))
 
     def _cached(self, source: Path, name: AdapterName) -> own_copy.OwnCopy | own_copy.NoCopy:
@@ -458,7 +451,7 @@ class Publishing:
         try:
             await asyncio.to_thread(own_copy.remove, Path(copy))
         except OSError as exc:
-            self._tell(f"a copy is left in {Path(copy).parent}: {exc.strerror or exc}")
+            self._warn(f"a copy is left in {Path(copy).parent}: {exc.strerror or exc}")
         await self._pushing.drop([r.id for r in self._replicas.fleet], Path(copy))
 
     async def _files_gone(self, adapter: LiveAdapter) -> bool:

@@ -25,6 +25,7 @@ from broadcast.answers import words
 from broadcast.transport import Undelivered
 from proxy.calls import Calls
 from proxy.metrics import Metrics
+from proxy.once import Once
 from routing.ids import ReplicaId
 
 log = logging.getLogger("rollmux")
@@ -98,7 +99,7 @@ class Pushing:
         self._endpoints: dict[ReplicaId, Endpoint] = {}
         self._parcels: OrderedDict[Path, Parcel] = OrderedDict()
         self._making = asyncio.Lock()
-        self._told: set[str] = set()
+        self._warn = Once(log)
 
     def __contains__(self, replica: ReplicaId) -> bool:
         return replica in self._endpoints
@@ -135,7 +136,7 @@ class Pushing:
         else:
             why = f"{ENDPOINT}: {answer.status} {words(answer, 300)}"
         if not self.required and not (isinstance(answer, Answer) and answer.status == 404):
-            self._tell(f"{label} gets adapters by the shared path: {why}")
+            self._warn(f"{label} gets adapters by the shared path: {why}")
         return why
 
     async def deliver(self, replica: ReplicaId, copy: str, path: str) -> str | Undelivered:
@@ -159,7 +160,7 @@ class Pushing:
             why = f"{copy} cannot be read: {exc.strerror or exc}"
         if self.required:
             return Undelivered(f"the files could not be pushed: {why}")
-        self._tell(f"{replica} does not take a pushed adapter, the shared path is used: {why}")
+        self._warn(f"{replica} does not take a pushed adapter, the shared path is used: {why}")
         return path
 
     async def drop(self, replicas: Collection[ReplicaId], copy: Path) -> None:
@@ -266,12 +267,6 @@ class Pushing:
         return await self._calls(
             replica, method, target, body, timeout_s=timeout_s, headers=headers
         )
-
-    def _tell(self, line: str) -> None:
-        """A warning, once."""
-        if line not in self._told and len(self._told) < 1000:
-            self._told.add(line)
-            log.warning("%s", line)
 
 
 class _Refused(Exception):

@@ -501,6 +501,8 @@ class Rejoin:
 
 
 def _has_files(adapter: LiveAdapter) -> bool:
+    """Whether they are seen to be there. Where nothing can be seen from here that is a no, other
+    than in ``publishing``: a name that nobody can load would keep every replica from ready."""
     return any(
         (Path(path) / CONFIG).is_file() for path in (adapter.copy, adapter.loaded_from) if path
     )
