@@ -33,12 +33,13 @@ e2e: $(READY) ## end to end on real vLLM and TRL, on the CPU (builds 3.5 GB once
 	@$(PYTHON) tests/e2e/environment.py
 	@$(PYTHON) -m pytest -q -m e2e tests/e2e $(ARGS)
 
-bench: $(READY) ## measurements, about half an hour
+bench: $(READY) ## measurements, about three quarters of an hour
 	@$(PYTHON) -m benchmarks.decisions
 	@$(PYTHON) -m benchmarks.publication
 	@$(PYTHON) -m benchmarks.syncs
 	@$(PYTHON) -m benchmarks.large_adapter
 	@$(PYTHON) -m benchmarks.overhead
+	@$(PYTHON) -m benchmarks.peers
 
 docs: $(READY) ## the tables of README.md and docs/, from the source
 	@$(PYTHON) -m proxy.reference

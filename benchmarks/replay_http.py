@@ -499,7 +499,8 @@ def heading(trace: Trace, options: Options, found: Seen, left_out: int) -> str:
     timing = f"{options.inflight} in flight" if options.inflight else "as recorded"
     if not options.inflight and options.speed != 1:
         timing = f"{options.speed:g} times as fast as recorded"
-    replicas = f", {len(found.per_replica)} replicas" if found.per_replica else ""
+    count = len(found.per_replica)
+    replicas = f", {count} replica{'s' if count > 1 else ''}" if count else ""
     policy = f", policy {found.router}" if found.router else ""
     return (
         f"{trace.name}: {found.requests:,} requests"

@@ -1,0 +1,246 @@
+"""What do rollmux's policies and vllm-router's cache_aware make of the same rollouts, over HTTP?
+
+Run ``python -m benchmarks.peers``, with traces or made-up ones (``grpo:steps=20``) if others are
+wanted. For each policy it is sent by ``rollmux replay --url`` through a proxy that was just started
+to simulated replicas that were just started, each a process; columns take turns, ``--rounds``
+times. Read: shares and spread are what they are; seconds are the simulated replicas' own, which run
+``--faster`` times as fast as an H200 would, and are to be compared within one row only. A cell is
+the median of the rounds, and what is in brackets their least and most.
+
+vllm-router is the peer that routes by cached prefixes too. It is installed once, outside the tree;
+``--vllm-router PATH`` names one that is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.daemon import HERE, DaemonGone, connect, daemon, end
+from benchmarks.origin import line, origin
+from benchmarks.overhead.proxies import ROUTER_VERSION, find_router
+from benchmarks.replay import MAX_NUM_SEQS, PREFILL_TOKEN_S, STEP_PER_SEQ_S, STEP_S
+from benchmarks.trace import Trace, TraceError, read
+from benchmarks.workloads import WorkloadError, make
+
+PEER = "vllm-router"
+OURS = ("prefix", "round-robin", "least-loaded")
+WORKLOADS = ("grpo:steps=12", "near-duplicates:steps=12", "agents:steps=4", "few-shot:steps=24")
+"""Half a minute each, at five times the speed."""
+START_S = 60.0
+CONTEXT_TOKENS = 1_000_000
+"""Of the simulated replicas: no request is too long."""
+Value = Callable[[Mapping[str, Any]], float | None]
+
+
+def _of_ideal(found: Mapping[str, Any]) -> float | None:
+    cached, best = found["cached_share"], found["ideal_share"]
+    return cached / best if cached is not None and best else None
+
+
+def _percentile(what: str, which: str) -> Value:
+    return lambda found: found[what][which] if found[what] else None
+
+
+ROWS: dict[str, tuple[str, Value]] = {
+    "prompt tokens from cache": (".1%", lambda found: found["cached_share"]),
+    "of the ideal": (".1%", _of_ideal),
+    "spread of requests": (".1%", lambda found: found["spread"]),
+    "tokens per second": (",.0f", lambda found: found["tokens_per_second"]),
+    "request, p90, s": (".2f", _percentile("request_s", "p90")),
+    "group, p50, s": (".2f", _percentile("group_s", "p50")),
+    "group, p90, s": (".2f", _percentile("group_s", "p90")),
+    "failed": (".0f", lambda found: float(sum(found["failures"].values()))),
+}
+
+
+def opened(word: str) -> tuple[Trace, list[str]]:
+    """A file, or a made-up trace, and what names it on the command line.
+
+    Raises TraceError, WorkloadError.
+    """
+    if Path(word).is_file():
+        return read(Path(word)), [word]
+    return make(word), ["--workload", word]
+
+
+@contextlib.asynccontextmanager
+async def replicas(
+    count: int, block_tokens: int, given: argparse.Namespace
+) -> AsyncIterator[list[str]]:
+    """URLs of simulated replicas with empty caches."""
+    command = [
+        *(sys.executable, "-m", "benchmarks.replica", "--port", "0", "--model", "model"),
+        *("--max-model-len", str(CONTEXT_TOKENS), "--vocab-size", "32000"),
+        *("--block-size", str(block_tokens)),
+        *("--num-blocks", str(max(1, given.cache_tokens // block_tokens))),
+        *("--max-num-seqs", str(MAX_NUM_SEQS)),
+        *("--step-s", str(STEP_S / given.faster)),
+        *("--step-per-seq-s", str(STEP_PER_SEQ_S / given.faster)),
+        *("--prefill-token-s", str(PREFILL_TOKEN_S / given.faster)),
+    ]
+    async with contextlib.AsyncExitStack() as stack:
+        urls = []
+        for _ in range(count):
+            child = await asyncio.create_subprocess_exec(
+                *command, stdout=asyncio.subprocess.PIPE, cwd=HERE
+            )
+            stack.push_async_callback(end, child)
+            assert child.stdout is not None
+            async with asyncio.timeout(START_S):
+                urls.append((await child.stdout.readline()).decode().strip())
+        yield urls
+
+
+@contextlib.asynccontextmanager
+async def peer(command: Path, urls: Sequence[str], port: int, log: Path) -> AsyncIterator[str]:
+    """vllm-router with its default policy and thresholds. Raises DaemonGone."""
+    words = [
+        *(str(command), "--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware"),
+        # Nothing of what is measured: it has no room for a thousand in flight by default.
+        *("--max-concurrent-requests", "20000", "--queue-size", "20000"),
+        *("--prometheus-port", str(port + 1), "--log-level", "error", "--worker-urls", *urls),
+    ]
+    with log.open("wb") as output:
+        child = await asyncio.create_subprocess_exec(*words, stdout=output, stderr=output)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        async with asyncio.timeout(START_S), connect(url) as client:
+            while child.returncode is None:
+                with contextlib.suppress(httpx.TransportError):
+                    if (await client.get("/health")).status_code == 200:
+                        break
+                await asyncio.sleep(0.1)
+            else:
+                raise DaemonGone("(vllm-router) did not come up", log)
+        yield url
+    finally:
+        await end(child)
+
+
+async def replayed(what: Sequence[str], url: str, urls: Sequence[str], seed: int) -> Any:
+    """One result of `rollmux replay --url --json`."""
+    words = ["replay", *what, "--url", url, "--model", "model", "--json", "--seed", str(seed)]
+    for each in urls:
+        words += ["--replica-metrics", each]
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "proxy", *words),
+        cwd=HERE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        out, err = await child.communicate()
+    finally:
+        await end(child)
+    if not out:
+        raise RuntimeError(f"the replay failed: {err.decode(errors='replace').strip()}")
+    return json.loads(out)["results"][0]
+
+
+async def measure(
+    word: str, columns: Sequence[str], given: argparse.Namespace
+) -> dict[str, list[Any]]:
+    """Results by column, one a round. Columns take turns, so that a busy minute hits all."""
+    trace, what = opened(word)
+    if inflight := given.inflight or trace.inflight:
+        what += ["--inflight", str(inflight)]
+    else:
+        what += ["--speed", str(given.faster)]
+    found: dict[str, list[Any]] = {column: [] for column in columns}
+    with tempfile.TemporaryDirectory() as scratch:
+        for turn in range(given.rounds * len(columns)):
+            column = columns[turn % len(columns)]
+            print(
+                f"{trace.name}, {column}: run {turn + 1} of {given.rounds * len(columns)}",
+                file=sys.stderr,
+                flush=True,
+            )
+            log = Path(scratch) / "proxy.log"
+            async with replicas(given.replicas, trace.block_tokens, given) as urls:
+                if column == PEER:
+                    front = peer(given.vllm_router, urls, given.port, log)
+                else:
+                    front = daemon(urls, log, ["--router", column])
+                async with front as url:
+                    found[column].append(await replayed(what, url, urls, given.seed))
+    return found
+
+
+def table(found: Mapping[str, Sequence[Any]]) -> str:
+    rows = [["", *found]]
+    for name, (form, value) in ROWS.items():
+        cells = []
+        for results in found.values():
+            values = [each for each in map(value, results) if each is not None]
+            if not values:
+                cells.append("-")
+                continue
+            text = format(statistics.median(values), form)
+            if len(values) > 1:
+                text += f" ({min(values):{form}}, {max(values):{form}})"
+            cells.append(text)
+        rows.append([name, *cells])
+    width = max(len(cell) for row in rows for cell in row[1:]) + 2
+    return "\n".join(
+        f"{name:<26}{''.join(f'{c:>{width}}' for c in cells)}" for name, *cells in rows
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("traces", metavar="TRACE", nargs="*", help="a file, or NAME[:KEY=VALUE,…]")
+    add("--router", action="append", help=f"of rollmux (default: {', '.join(OURS)})")
+    add("--replicas", type=int, default=2, help="simulated (default: %(default)d)")
+    add("--inflight", type=int, default=None, help="rollouts (default: the trace's, or its times)")
+    add("--faster", type=float, default=5.0, help="than an H200 (default: %(default)g times)")
+    add("--cache-tokens", type=int, default=2_000_000, help="of a replica (default: %(default)d)")
+    add("--rounds", type=int, default=1, help="of each column (default: %(default)d)")
+    add("--seed", type=int, default=0, help="of the prompts (default: %(default)d)")
+    add("--port", type=int, default=18_170, help="of vllm-router; it takes the next one, too")
+    add("--vllm-router", type=Path, default=None, metavar="PATH", help="its command")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    given = parser.parse_args(argv)
+    columns = list(given.router or OURS)
+    settings = {
+        name: getattr(given, name)
+        for name in ("replicas", "inflight", "faster", "cache_tokens", "rounds")
+    }
+    came = origin(given.seed, settings)
+    given.vllm_router = find_router(given.vllm_router)
+    if given.vllm_router is not None:
+        columns.append(PEER)
+    results = {}
+    for word in given.traces or WORKLOADS:
+        try:
+            found = results[word] = asyncio.run(measure(word, columns, given))
+        except (TraceError, WorkloadError) as exc:
+            print(f"{word}: {exc}", file=sys.stderr)
+            return 2
+        except (DaemonGone, RuntimeError, TimeoutError) as exc:
+            print(f"{word}: {exc}", file=sys.stderr)
+            return 1
+        if not given.json:
+            print(f"\n{word}\n\n{table(found)}\n", flush=True)
+    if given.json:
+        print(json.dumps({"origin": came, "peer": f"{PEER} {ROUTER_VERSION}", "results": results}))
+    else:
+        print(line(came))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
