@@ -43,6 +43,9 @@ def parse(body: bytes) -> Generation:
     model = data.get("model")
     prompt, prompts = _prompt(data)
     n = data.get("n", 1)
+    sampling = data.get("sampling_params")
+    if isinstance(sampling, dict):  # of /inference/v1/generate
+        n = sampling.get("n", n)
     weight = prompts * n if isinstance(n, int) and not isinstance(n, bool) and n > 0 else prompts
     return Generation(
         model=model if isinstance(model, str) else "",

@@ -32,6 +32,10 @@ def test_a_rollout_of_token_ids():
         ({"prompt": "a", "n": 2.5}, 1),
         ({"prompt": "a", "n": 10**9}, MAX_WEIGHT),
         ({"messages": [{"role": "user", "content": "x"}], "n": 3}, 3),
+        ({"token_ids": [1, 2], "sampling_params": {"n": 4}}, 4),
+        ({"token_ids": [1, 2], "sampling_params": {}}, 1),
+        ({"token_ids": [1, 2], "sampling_params": {"n": None}}, 1),
+        ({"token_ids": [1, 2], "sampling_params": [7]}, 1),
     ],
 )
 def test_the_weight_is_what_the_replica_will_run(fields, weight):
