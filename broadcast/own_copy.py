@@ -51,12 +51,21 @@ class NoCopy:
 
 
 def make(
-    path: Path, name: str, *, inside: Path | None = None, max_bytes: int = MAX_BYTES
+    path: Path,
+    name: str,
+    *,
+    inside: Path | None = None,
+    max_bytes: int = MAX_BYTES,
+    lasting: bool = True,
 ) -> OwnCopy | NoCopy:
     """Copy the adapter's directory. What is under the final name is whole, or is not there.
 
     ``inside`` is the parent of the trainer's directory where it is not given. The digest is taken
     from the copy, not from the source: it names what replicas will read.
+
+    ``lasting``: it is on the disk when this returns, which a mount may need to show it elsewhere;
+    four waits of 10 ms each on a disk that others write to. Without, a machine that loses its power
+    may find less than its name says.
     """
     folder = (path.parent if inside is None else inside) / FOLDER
     try:
@@ -74,9 +83,9 @@ def make(
         temp.mkdir()
         _sweep_temps(folder, temp.stat().st_mtime)
         for source in sources:
-            _copy(source, temp / source.name)
+            _copy(source, temp / source.name, lasting)
         found = digest(temp)
-        return _settle(temp, folder / f"{_safe(name)}-{found}", found)
+        return _settle(temp, folder / f"{_safe(name)}-{found}", found, lasting)
     except OSError as exc:
         return NoCopy(f"{folder} cannot be written: {exc.strerror or exc}")
     finally:
@@ -118,22 +127,24 @@ def leftovers(parent: Path, keep: Collection[Path]) -> list[Path]:
     return [copy for copy in found if copy not in keep and not copy.name.startswith(_TEMP)]
 
 
-def _settle(temp: Path, final: Path, found: str) -> OwnCopy:
+def _settle(temp: Path, final: Path, found: str, lasting: bool) -> OwnCopy:
     if final.is_dir():
         if digest(final) == found:
             return OwnCopy(final, found, made=False)
         shutil.rmtree(final)  # somebody touched it: its name no longer tells its bytes
     os.rename(temp, final)
-    _sync(final.parent)
+    if lasting:
+        _sync(final.parent)
     return OwnCopy(final, found, made=True)
 
 
-def _copy(source: Path, target: Path) -> None:
+def _copy(source: Path, target: Path, lasting: bool) -> None:
     with source.open("rb") as reader, target.open("xb") as writer:
         while chunk := reader.read(CHUNK_BYTES):
             writer.write(chunk)
         writer.flush()
-        os.fsync(writer.fileno())
+        if lasting:
+            os.fsync(writer.fileno())
 
 
 def _sync(folder: Path) -> None:

@@ -445,7 +445,7 @@ class Publishing:
         for left in own_copy.leftovers(cache, wanted):
             own_copy.remove(left)
         room = self._pushing.max_bytes - own_copy.size(cache)
-        return own_copy.make(source, name, inside=cache, max_bytes=room)
+        return own_copy.make(source, name, inside=cache, max_bytes=room, lasting=False)
 
     async def _remove_copy(self, copy: str) -> None:
         try:
