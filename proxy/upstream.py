@@ -26,6 +26,10 @@ IDLE_S = 4.0
 RACE_S = 1.0
 """A reused connection lost within this time after sending was closed by its server while idle."""
 CONNECT_TIMEOUT_S = 10.0
+NO_CONNECTION = f"no connection within {CONNECT_TIMEOUT_S:g} s"
+CONNECTING = 128
+"""Connects to one replica at a time. A listener drops what its queue cannot hold (uvicorn's: 2048),
+and the kernel tries again only after 1, 3 and 7 s: thousands at once would not all get through."""
 HEAD_LIMIT_BYTES = 256 * 1024
 """Past it a reply's header block is malformed. Seen from real edges: 40 kB."""
 WHOLE_LIMIT_BYTES = 64 * 1024 * 1024
@@ -351,6 +355,8 @@ class Upstream:
         self._sweep: asyncio.TimerHandle | None = None
         self._breaks = 0
         self._closed = False
+        self._connecting = asyncio.Semaphore(CONNECTING)
+        self._timeouts = 0
 
     def __repr__(self) -> str:
         return f"<Upstream {self.host}:{self.port} {len(self.opened)} open, {len(self._idle)} idle>"
@@ -437,9 +443,11 @@ class Upstream:
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
-        breaks = self._breaks
+        breaks, timeouts = self._breaks, self._timeouts
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            async with self._connecting, asyncio.timeout(CONNECT_TIMEOUT_S):
+                if self._timeouts != timeouts:  # it has waited for that already
+                    raise UpstreamBroken(Cause.UNREACHABLE, NO_CONNECTION)
                 transport, connection = await loop.create_connection(
                     lambda: _Connection(self),
                     self.host,
@@ -448,9 +456,8 @@ class Upstream:
                     server_hostname=self.host if self._context else None,
                 )
         except TimeoutError as exc:
-            raise UpstreamBroken(
-                Cause.UNREACHABLE, f"no connection within {CONNECT_TIMEOUT_S:g} s"
-            ) from exc
+            self._timeouts += 1
+            raise UpstreamBroken(Cause.UNREACHABLE, NO_CONNECTION) from exc
         except ConnectionRefusedError as exc:
             raise UpstreamBroken(Cause.REFUSED, "connection refused") from exc
         except (OSError, ssl.SSLError) as exc:

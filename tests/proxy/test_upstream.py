@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -296,4 +297,63 @@ async def test_a_server_that_talks_out_of_turn_loses_its_connection(monkeypatch)
     async with serving(once(WHOLE + b"HTTP/1.1 200 OK\r\n")) as there:
         reply = await there.ask(HEAD, b"{}", whole=True)
         assert await reply.whole() == b"body"
+        await until(lambda: not there.opened)
+
+
+async def test_who_waits_to_connect_to_a_host_that_vanished_waits_once(monkeypatch):
+    """Its turn comes when the connects before it have timed out; no second timeout is spent."""
+    monkeypatch.setattr(upstream, "CONNECTING", 1)
+    there = Upstream("http://127.0.0.1:1")
+    tried = 0
+
+    class Loop(asyncio.SelectorEventLoop):
+        async def create_connection(self, *_, **__):
+            nonlocal tried
+            tried += 1
+            await asyncio.sleep(0)  # the others come
+            raise TimeoutError
+
+    def run() -> None:
+        async def ask() -> list[object]:
+            asked = (there.ask(HEAD, b"{}", whole=True) for _ in range(5))
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+        with asyncio.Runner(loop_factory=Loop) as runner:
+            ended = runner.run(ask())
+        assert [end.cause for end in ended] == [Cause.UNREACHABLE] * 5
+
+    await asyncio.to_thread(run)
+    assert tried == 1
+
+
+async def test_connects_to_one_replica_come_no_faster_than_its_listener_takes_them(monkeypatch):
+    """Here each is held in its TLS handshake; more begin only as those end."""
+    monkeypatch.setattr(upstream, "CONNECTING", 3)
+    accepted: list[asyncio.StreamWriter] = []
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.append(writer)
+        await reader.read()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    there = Upstream(f"https://127.0.0.1:{port}", context=ssl.create_default_context())
+    asked = [asyncio.ensure_future(there.ask(HEAD, b"{}", whole=True)) for _ in range(7)]
+    try:
+        for expected in (3, 6, 7):
+            await until(lambda expected=expected: len(accepted) >= expected)
+            _, last = await asyncio.open_connection("127.0.0.1", port)
+            await until(lambda expected=expected: len(accepted) > expected)
+            assert len(accepted) == expected + 1  # a listener takes them in their order
+            accepted.pop().transport.abort()
+            last.transport.abort()
+            for writer in accepted[-3:]:
+                writer.transport.abort()
+        ended = await asyncio.gather(*asked, return_exceptions=True)
+        assert {type(end) for end in ended} == {UpstreamBroken}
+    finally:
+        for task in asked:
+            task.cancel()
+        there.close()
+        server.close()
         await until(lambda: not there.opened)
