@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import proxy.publishing
 import proxy.pushing
 from benchmarks.adapter import write_adapter
 from benchmarks.bucket import LaggingFolder
@@ -108,6 +109,34 @@ async def test_a_small_adapter_goes_in_one_call_and_a_large_one_file_by_file(
         monkeypatch.setattr(proxy.pushing, "WHOLE_BYTES", 10)
         assert (await load(running, 2, adapter(tmp_path, 2))).status_code == 200
         assert pushes(a)[2:] == [("POST", 1), ("PUT", 2), ("PUT", 2), ("POST", 1)]
+
+
+async def test_a_load_that_is_tried_again_does_not_send_the_files_again(pushing, tmp_path):
+    async with pushed_to(tmp_path, 1) as (a,):
+        running = await pushing([a.url], adapter_transport="push")
+        a.faults.add(LOAD, reset=True, times=1)
+        assert (await load(running, 1, adapter(tmp_path, 1))).status_code == 200
+        assert pushes(a) == [("PUT", 1), ("POST", 1)]
+
+
+async def test_a_publication_that_breaks_off_sends_no_files_on(pushing, tmp_path, monkeypatch):
+    sending = asyncio.Event()
+
+    async def held(file: Path) -> AsyncIterator[bytes]:
+        sending.set()
+        await asyncio.Event().wait()
+        yield b""
+
+    async def broken(*_: Any, **__: Any) -> None:
+        await sending.wait()
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(proxy.pushing, "_pieces", held)
+    monkeypatch.setattr(proxy.publishing, "publish", broken)
+    async with pushed_to(tmp_path, 1) as (a,):
+        running = await pushing([a.url], adapter_transport="push")
+        assert (await load(running, 1, adapter(tmp_path, 1))).status_code == 500
+        assert [t.get_name() for t in asyncio.all_tasks() if "push " in t.get_name()] == []
 
 
 async def test_a_replica_that_restarts_gets_what_the_trainer_has_deleted(pushing, tmp_path):

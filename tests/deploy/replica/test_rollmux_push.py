@@ -572,6 +572,8 @@ def test_an_adapter_sent_at_once_that_is_wrong_leaves_nothing(
     monkeypatch.setattr(rollmux_push, "MAX_WHOLE_BYTES", 3 * MB - MAX_MANIFEST_BYTES)
     big = of_bytes(3 * MB, "v1")
     assert replica.call("PUT", f"/{big.name}", big.at_once()) == (413, "too_large")
+    with replica.sends_a_part(f"/{big.name}", 10**12, b"") as connection:
+        assert b" 413 " in connection.recv(1000)  # before anything of it has come
     with replica.sends_a_part(target, len(right), right[:-1]):
         pass
     until(lambda: replica.leftovers() == [])
