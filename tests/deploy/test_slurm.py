@@ -1,8 +1,8 @@
 """deploy/slurm/rollmux.sbatch, run by the real shell among stand-ins for Slurm's and vLLM's tools.
 
 The stand-ins do what the script relies on: `srun` runs its command on this machine, tells it the
-node and the step's number, and kills it when told to end, as the real one does; `vllm` is a
-simulated replica or a note of how it was called.
+node, and kills it when told to end, as the real one does; `vllm` is a simulated replica or a note
+of how it was called.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,17 +45,12 @@ while [[ $1 == --* ]]; do
   echo "$1" >>"$FAKE/options"
   shift
 done
-export FAKE_HOST SLURM_NODEID=0 SLURM_STEP_ID=$$
+export FAKE_HOST SLURM_NODEID=0
 "$@" >>"$out" 2>&1 &
 task=$!
-echo $task >"$FAKE/step-$$"
 trap 'kill -KILL $task 2>/dev/null; wait; exit 137' TERM
 wait $task
 exit $?
-"""
-SCANCEL = """#!/bin/bash
-# scancel --signal=TERM JOB.STEP: to the step's task.
-[[ $1 == --signal=TERM ]] && kill -TERM "$(<"$FAKE/step-${2#*.}")"
 """
 SCONTROL = """#!/bin/bash
 [[ "$1 $2" == "show hostnames" ]] && tr , '\\n' <<<"$3"
@@ -163,7 +159,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
             "MODEL": "tiny",
         },
     )
-    for name, text in (("srun", SRUN), ("scancel", SCANCEL), ("scontrol", SCONTROL)):
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         made.tool(name, text)
     made.tool("vllm", VLLM.format(**names))
     made.tool("rollmux", ROLLMUX)
@@ -285,6 +281,27 @@ def test_every_replica_of_a_node_has_its_port_and_its_gpus_and_rollmux_knows_it(
     batch.wait()
 
 
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "of_a_replica", "of_the_trainer"),
+    [("127.0.0.1,127.0.0.2", "2", 8, 16), ("127.0.0.1", "2", 4, 4), ("127.0.0.1", "16", 1, 1)],
+)
+def test_steps_share_a_nodes_cpus_and_none_takes_all_its_memory(
+    cluster, nodes, per_node, of_a_replica, of_the_trainer
+):
+    """One CPU is what a step gets that does not ask; the memory it takes keeps the next waiting."""
+    count = int(per_node)
+    environ = {"REPLICAS_PER_NODE": per_node, "SLURM_CPUS_ON_NODE": "16"}
+    batch, _ = started(cluster, count, nodes=nodes, **environ)
+    batch.until(lambda: (cluster.folder / "rollmux-args").exists())
+    asked = Counter((cluster.folder / "options").read_text().split())
+    assert asked["--mem=0"] == count + 1
+    wanted = Counter({f"--cpus-per-task={of_a_replica}": count})
+    wanted[f"--cpus-per-task={of_the_trainer}"] += 1
+    assert {k: n for k, n in asked.items() if k.startswith("--cpus")} == wanted
+    batch.child.terminate()
+    batch.wait()
+
+
 def test_on_one_node_replica_and_trainer_share_it(cluster):
     batch, (vllm,) = started(cluster, 1, nodes="127.0.0.1")
     assert vllm["host"] == "127.0.0.1"
@@ -304,7 +321,8 @@ def test_replica_that_ends_is_started_again_on_its_port(cluster):
 
 
 def test_sigterm_reaches_the_trainer_which_may_save_before_all_ends(cluster, tmp_path):
-    """`srun` would kill the trainer: the script tells the step instead, and waits."""
+    """`srun` would kill the trainer, and `scancel` would end the daemon too: the script tells
+    `rollmux run` alone, and waits."""
     saving = (
         "import pathlib, signal, sys, time\n"
         "def save(*_):\n"
