@@ -299,6 +299,9 @@ class Engine:
         """First come, first served; who would need one adapter too many is passed over."""
         if self.paused is not Pause.NONE or self.dead:
             return
+        if not self._waiting:
+            self._measure()
+            return
         passed: deque[_Sequence] = deque()
         running = self._running()
         numbers = {s.job.adapter.number for s in running if s.job.adapter is not None}
