@@ -7,6 +7,7 @@ command's function.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import os
 import sys
@@ -42,15 +43,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     # A console script does not look for modules where it was started; --router module:factory
     # should. Last, so that nothing there can hide a module of ours.
-    sys.path.append(os.getcwd())
+    with contextlib.suppress(FileNotFoundError):  # that folder was removed meanwhile
+        sys.path.append(os.getcwd())
     try:
-        return _command(args, os.environ)
+        try:
+            return _command(args, os.environ)
+        finally:
+            _flush()
     except SettingsError as error:
         return _say(args, str(error), BAD_USAGE)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
     except Exception as error:  # the outermost guard: no traceback reaches a user
         if _is_debug(args, os.environ):
@@ -58,6 +62,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         what = " ".join(str(error).split()) or "no more is known"
         hint = "--log-level debug shows where"
         return _say(args, f"{type(error).__name__}: {what} ({hint})", FAILURE)
+
+
+def _flush() -> None:
+    """Here: at the interpreter's end a failure would be a traceback and exit code 120."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        # What could not be written is tried once more at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
 
 
 def _say(args: Sequence[str], message: str, code: int) -> int:
