@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,14 @@ POD_MONITOR = {
                             "port": NAME,
                             "path": {"type": "string", "pattern": "^/"},
                             "interval": {"type": "string", "pattern": "^[0-9]+(s|m)$"},
+                            "relabelings": {
+                                "type": "array",
+                                "items": {
+                                    "type": "object",
+                                    "additionalProperties": False,
+                                    "properties": {"targetLabel": NAME, "replacement": NAME},
+                                },
+                            },
                         },
                     },
                 },
@@ -94,6 +103,15 @@ def test_pod_monitor_scrapes_a_port_that_its_pods_have(name):
     (template,) = [t for t in TEMPLATES if selects(spec["selector"], t)]
     for endpoint in spec["podMetricsEndpoints"]:
         assert endpoint["port"] in {port["name"] for port in ports(template["spec"])}
+
+
+def test_the_daemon_is_scraped_under_the_job_that_the_alerts_look_for():
+    alerts = (FOLDER.parent / "prometheus" / "alerts.yaml").read_text("utf-8")
+    (job,) = set(re.findall(r'job="([^"]*)"', alerts))
+    for name, jobs in (("rollmux-trainer", [job]), ("rollmux-replica", [])):
+        (endpoint,) = ALL[f"PodMonitor/{name}"]["spec"]["podMetricsEndpoints"]
+        labels = endpoint.get("relabelings", [])
+        assert [each["replacement"] for each in labels if each["targetLabel"] == "job"] == jobs
 
 
 def selects(selector: dict[str, Any], template: dict[str, Any]) -> bool:
