@@ -80,6 +80,8 @@ def run_trainer(
             [*DAEMON, *serve_options(plan, environ), "--", *command],
             env=env,
         )
+        for number in early:  # they came while it was started
+            child.send_signal(number)
         watch.start()
         code = child.wait()
         return 128 - code if code < 0 else code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shutil
 import signal
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,40 @@ def test_in_a_group_the_trainer_waits_until_every_replica_has_an_address(monkeyp
     trainer._until_all_names(grouped, {"HF_NETWORK_GROUP_PREFIX": "g-"}, [], said.append)
     assert len(looks) == 3
     assert said == [f"g-vllm resolves to {n} of 2 replicas" for n in (0, 1)]
+
+
+CHILD = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(20)
+"""
+
+
+def test_a_signal_that_comes_while_the_daemon_is_started_reaches_it(monkeypatch, tmp_path):
+    """The Hub ends a Job by SIGTERM, and by SIGKILL a little later: then nothing is cleaned up."""
+    ready = tmp_path / "ready"
+
+    def start(words, **how):
+        child = popen([sys.executable, "-c", CHILD, str(ready)], **how)
+        while not ready.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return child
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(trainer.subprocess, "Popen", start)
+    before = {name: signal.getsignal(signal.Signals[name]) for name in trainer.PASSED_ON}
+    try:
+        with Watch() as watch:
+            stop = Stop()
+            assert trainer.run_trainer(
+                watch.plan, ["true"], watch.hub, watch.hub, stop, {}, watch.said.append
+            ) == 5  # fmt: skip
+            assert watch.fake.live() == []
+    finally:
+        for name, handler in before.items():
+            signal.signal(signal.Signals[name], handler)
 
 
 # --- replacing ----------------------------------------------------------------------------------
