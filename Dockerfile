@@ -16,9 +16,9 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf,mode=0444 \
     python3 -m venv /build; \
     /build/bin/pip wheel --no-cache-dir --no-deps --wheel-dir /dist .; \
     python3 -m venv --without-pip /opt/rollmux; \
-    # --only-binary: there is no compiler, here or in the last stage.
+    # --only-binary: there is no compiler, here or in the last stage. zstd: for --record NAME.zst.
     /build/bin/pip --python /opt/rollmux/bin/python install --no-cache-dir --compile \
-        --only-binary :all: --constraint constraints.txt /dist/*.whl; \
+        --only-binary :all: --constraint constraints.txt "$(echo /dist/*.whl)[zstd]"; \
     # A place that does not depend on Python's version, for who copies it to a replica.
     mkdir /opt/rollmux/replica; \
     cp deploy/replica/rollmux_push.py /opt/rollmux/replica/

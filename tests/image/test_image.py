@@ -23,6 +23,7 @@ from benchmarks.bucket import LaggingFolder
 from benchmarks.daemon import connect
 from benchmarks.demo import REPLICA, Tally, Trainer
 from benchmarks.replica import SimulatedReplica
+from benchmarks.trace import read
 from tests.image import base
 from tests.image.containers import ROOT, Container, Running, Store, tree_bytes
 
@@ -35,6 +36,7 @@ UP_S = 120.0
 STOP_S = 25.0
 """From SIGTERM to the end, whatever is in flight (the drain is 20 s)."""
 ROLLOUTS, SYNCS, WORKERS = 300, 2, 24
+RECORD = "trace.jsonl.zst"
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +89,7 @@ async def served(store: Store, *, push: bool = False) -> AsyncIterator[Served]:
             "ROLLMUX_PORT": str(port),
             "ROLLMUX_REPLICAS": ",".join(replica.url for replica in replicas),
             "ROLLMUX_PUSH_KEY": key.get("push_key", ""),
+            **({} if push else {"ROLLMUX_RECORD": str(bucket / RECORD)}),
         }
         container = await asyncio.to_thread(store.container, IMAGE)
         await asyncio.to_thread(lambda: container.set_environment(**environ))
@@ -153,6 +156,8 @@ async def test_serves_the_demos_traffic_as_nobody_in_particular(store, push):
         metrics = (await here.client.get("/metrics")).text
         pushed = re.findall(r"^rollmux_pushed_bytes_total\S* (\S+)", metrics, re.MULTILINE)
         assert (sum(map(float, pushed)) > 0) is push
+        if not push:
+            assert read(here.bucket / RECORD).requests
 
 
 async def test_stops_in_time_with_work_in_flight_and_with_code_0(store):
