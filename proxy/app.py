@@ -18,7 +18,7 @@ from broadcast.answer import Answer
 from broadcast.joins import Joined
 from proxy import page
 from proxy.bucket_gate import BucketGate
-from proxy.client import Client, ClientGone
+from proxy.client import Client, ClientGone, body_of
 from proxy.control import Control
 from proxy.errors import (
     BadRequest,
@@ -27,6 +27,7 @@ from proxy.errors import (
     ProxyError,
     Unauthorized,
     UnknownRoute,
+    bug_body,
     error_body,
 )
 from proxy.generation import Generations
@@ -68,7 +69,10 @@ ONE_REPLICA_ONLY = (
 
 
 class App:
-    """The ASGI application: a key check, then the data plane or the Starlette app."""
+    """A key check, then the data plane or the Starlette app.
+
+    An ASGI application for all but generations, which come by another way (``client_protocol``).
+    """
 
     def __init__(self, generations: Generations, rest: ASGIApp, api_key: str | None) -> None:
         self._generations = generations
@@ -78,27 +82,35 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        head_bytes = 0
-        for name, value in scope["headers"]:
-            head_bytes += len(name) + len(value)
-        if head_bytes > HEAD_LIMIT_BYTES:
-            log.warning(
-                "%s %.200s: %d bytes of headers", scope["method"], scope["path"], head_bytes
-            )
-            await Client(receive, send).answer(HeadersTooLarge(HEAD_LIMIT_BYTES))
-            return
-        if self._key and scope["path"] not in OPEN and not self._may(scope):
-            await Client(receive, send).answer(Unauthorized())
-            return
-        if scope["path"] in ROUTED and scope["method"] == "POST":
-            await self._generations(scope, receive, send)
+        path = scope["path"]
+        refusal = self._refusal(scope["method"], path, scope["headers"], open=path in OPEN)
+        if refusal is not None:
+            await _error(refusal)(scope, receive, send)
         else:
             await self._rest(scope, receive, send)
 
-    def _may(self, scope: Scope) -> bool:
-        assert self._key is not None
-        sent = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
-        return hmac.compare_digest(sent, self._key)
+    async def generation(self, client: Client) -> None:
+        """Carry one generation to its end."""
+        refusal = self._refusal("POST", client.route, client.headers)
+        if refusal is not None:
+            client.answer(refusal)
+        else:
+            await self._generations(client)
+
+    def _refusal(
+        self, method: str, path: str, headers: list[tuple[bytes, bytes]], *, open: bool = False
+    ) -> ProxyError | None:
+        head_bytes = 0
+        for name, value in headers:
+            head_bytes += len(name) + len(value)
+        if head_bytes > HEAD_LIMIT_BYTES:
+            log.warning("%s %.200s: %d bytes of headers", method, path, head_bytes)
+            return HeadersTooLarge(HEAD_LIMIT_BYTES)
+        if self._key and not open:
+            sent = next((v for k, v in headers if k == b"authorization"), b"")
+            if not hmac.compare_digest(sent, self._key):
+                return Unauthorized()
+        return None
 
 
 def rest(
@@ -106,34 +118,31 @@ def rest(
 ) -> Starlette:
     """Everything but generations."""
 
-    async def body_of(request: Request) -> bytes:
-        return await Client(request.receive, _no_send).body(body_timeout_s)
-
     def target_of(request: Request) -> str:
         query = request.scope["query_string"].decode("latin-1")
         path: str = request.scope["raw_path"].decode("latin-1")
         return f"{path}?{query}" if query else path
 
     async def load(request: Request) -> Response:
-        return _response(await control.load(await body_of(request)))
+        return _response(await control.load(await body_of(request.receive, body_timeout_s)))
 
     async def unload(request: Request) -> Response:
-        return _response(await control.unload(await body_of(request)))
+        return _response(await control.unload(await body_of(request.receive, body_timeout_s)))
 
     async def pause(request: Request) -> Response:
-        await body_of(request)
+        await body_of(request.receive, body_timeout_s)
         return _response(await control.pause(request.scope["query_string"]))
 
     async def resume(request: Request) -> Response:
-        await body_of(request)
+        await body_of(request.receive, body_timeout_s)
         return _response(await control.resume())
 
     async def broadcast(request: Request) -> Response:
-        body = await body_of(request)
+        body = await body_of(request.receive, body_timeout_s)
         return _response(await control.broadcast(request.url.path, target_of(request), body))
 
     async def forward(request: Request) -> Response:
-        body = await body_of(request) if request.method == "POST" else None
+        body = await body_of(request.receive, body_timeout_s) if request.method == "POST" else None
         kind = request.headers.get("content-type", "")
         return _response(await control.forward(request.method, target_of(request), body, kind))
 
@@ -147,7 +156,7 @@ def rest(
         replicas = len(control.replicas.fleet)
         if replicas > 1:
             raise NotSupported(ONE_REPLICA_ONLY.format(n=replicas))
-        body = await body_of(request)
+        body = await body_of(request.receive, body_timeout_s)
         return _response(await control.broadcast(request.url.path, target_of(request), body))
 
     async def responses_api(request: Request) -> Response:
@@ -172,17 +181,17 @@ def rest(
         return Response(page.HTML, headers=page.HEADERS)
 
     async def clean(request: Request) -> Response:
-        return _response(await control.clean(await body_of(request)))
+        return _response(await control.clean(await body_of(request.receive, body_timeout_s)))
 
     async def release(request: Request) -> Response:
         return _response(await control.release())
 
     async def flush(request: Request) -> Response:
-        return _json(await _flush(gate, await body_of(request)))
+        return _json(await _flush(gate, await body_of(request.receive, body_timeout_s)))
 
     async def add_replica(request: Request) -> Response:
         control.check_admin(request.headers)
-        return _response(control.add_replica(await body_of(request)))
+        return _response(control.add_replica(await body_of(request.receive, body_timeout_s)))
 
     async def remove_replica(request: Request) -> Response:
         control.check_admin(request.headers)
@@ -250,10 +259,6 @@ async def _flush(gate: BucketGate | None, body: bytes) -> dict[str, object]:
     }
 
 
-async def _no_send(message: object) -> None:
-    return None
-
-
 def _response(answer: Answer | Joined) -> Response:
     """An answer as it is: vLLM gives some of its own no content type."""
     response = Response(answer.body, status_code=answer.status)
@@ -270,7 +275,10 @@ def _json(value: object) -> Response:
 
 
 def _error(error: ProxyError) -> Response:
-    status, headers, body = error_body(error)
+    return _raw(*error_body(error))
+
+
+def _raw(status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> Response:
     response = Response(body, status_code=status)
     for name, value in headers:
         response.headers[name.decode("latin-1")] = value.decode("latin-1")
@@ -302,11 +310,4 @@ async def _method_not_allowed(request: Request, exc: Exception) -> Response:
 
 async def _bug(request: Request, exc: Exception) -> Response:
     log.error("%s %s failed inside the daemon", request.method, request.url.path, exc_info=exc)
-    message = "rollmux failed inside; its log has the traceback"
-    error = {"message": message, "type": "InternalServerError", "param": None, "code": 500}
-    return Response(
-        orjson.dumps({"error": error}),
-        500,
-        headers={"x-rollmux-error": "bug"},
-        media_type="application/json",
-    )
+    return _raw(*bug_body())

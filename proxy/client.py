@@ -1,11 +1,13 @@
-"""The trainer's side of one exchange: its body, its answer, and whether it is still there."""
+"""The trainer's side of one generation: its body, its answer, and whether it is still there."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
 
-from starlette.types import Message, Receive, Send
+from starlette.types import Receive
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from proxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, error_body
 
@@ -13,74 +15,178 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 """A million token ids are 7 MB of JSON. Each body is kept whole until it is answered, and parsing
 one holds the event loop for about 5 ms a megabyte: hence a bound."""
 
+Headers = Iterable[tuple[bytes, bytes]]
+
 
 class ClientGone(Exception):
     """The client closed its connection; nobody is left to answer."""
 
 
 class Client:
-    """One request's ``receive`` and ``send``, and what became of them."""
+    """One generation's request, and what became of it. Written by its connection as well.
 
-    __slots__ = ("_receive", "_send", "finished", "gone", "started")
+    ``carry`` is run by one task, which ``lost`` cancels: nobody has to watch the connection.
+    """
 
-    def __init__(self, receive: Receive, send: Send) -> None:
-        self._receive = receive
-        self._send = send
+    __slots__ = (
+        "_carrying", "_chunked", "_expects_continue", "_flow", "_pieces", "_size", "_transport",
+        "_waiter", "_whole", "finished", "gone", "headers", "keep_alive", "route",
+        "started", "target", "task",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        flow: FlowControl,
+        route: str,
+        target: bytes,
+        headers: list[tuple[bytes, bytes]],
+        *,
+        keep_alive: bool = True,
+        expects_continue: bool = False,
+    ) -> None:
+        self.route = route
+        """The path it is for."""
+        self.target = target
+        """Path and query as they came."""
+        self.headers = headers
+        """Names in lower case."""
+        self.keep_alive = keep_alive
+        self.task: asyncio.Task[None] | None = None
         self.started = False
+        """A byte of the answer may be with the client."""
         self.finished = False
+        """All of the answer has been written."""
         self.gone = False
+        """It went away before that."""
+        self._transport = transport
+        self._flow = flow
+        self._expects_continue = expects_continue
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._whole = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._carrying = False
+        self._chunked = False
+
+    # The body
 
     async def body(self, timeout_s: float) -> bytes:
         """The whole body. Raises ``BodyTooLarge``, ``BodyTooSlow`` or ``ClientGone``."""
-        pieces: list[bytes] = []
-        size = 0
-        try:
-            async with asyncio.timeout(timeout_s):
-                more = True
-                while more:
-                    message = await self._message()
-                    data = message.get("body", b"")
-                    pieces.append(data)
-                    size += len(data)
-                    if size > MAX_BODY_BYTES:
-                        raise BodyTooLarge(MAX_BODY_BYTES)
-                    more = message.get("more_body", False)
-        except TimeoutError:
-            raise BodyTooSlow(timeout_s, size) from None
+        self._carrying = True
+        if self.gone:
+            raise ClientGone
+        if not self._whole:
+            await self._rest(timeout_s)
+        if self._size > MAX_BODY_BYTES:
+            raise BodyTooLarge(MAX_BODY_BYTES)
+        pieces, self._pieces = self._pieces, []
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    async def _message(self) -> Message:
-        message = await self._receive()
-        if message["type"] == "http.disconnect":
-            self.gone = True
-            raise ClientGone
-        return message
+    async def _rest(self, timeout_s: float) -> None:
+        if self._expects_continue and not self._size:
+            self._expects_continue = False
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._whole and self._size <= MAX_BODY_BYTES:
+                    self._waiter = asyncio.get_running_loop().create_future()
+                    await self._waiter
+        except TimeoutError:
+            raise BodyTooSlow(timeout_s, self._size) from None
+        finally:
+            self._waiter = None
 
-    async def until_gone(self, task: asyncio.Task[None]) -> None:
-        """Cancel ``task`` when the client goes away before its answer is complete."""
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                break
-        if not self.finished:
-            self.gone = True
-            task.cancel()
+    # The answer
 
-    async def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    def reply(self, status: int, headers: Headers, data: bytes) -> None:
+        """The whole answer. ``headers`` have its length."""
         self.started = True
-        await self._send(
-            {"type": "http.response.start", "status": status, "headers": list(headers)}
-        )
+        head = self._head(status, headers)
+        self.finished = True
+        self._transport.writelines((head, data))
+
+    def start(self, status: int, headers: Headers, *, length_known: bool) -> None:
+        """The head of an answer in pieces, ``headers`` with its length if that is known."""
+        self.started = True
+        self._chunked = not length_known
+        head = self._head(status, headers)
+        if self._chunked:
+            head = head[:-2] + b"transfer-encoding: chunked\r\n\r\n"
+        self._transport.write(head)
 
     async def write(self, data: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        """A piece of the answer, once the client has taken most of those before it."""
+        if self._flow.write_paused:
+            await self._flow.drain()
+        if self._chunked:
+            self._transport.writelines((b"%x\r\n" % len(data), data, b"\r\n"))
+        else:
+            self._transport.write(data)
 
-    async def finish(self, data: bytes = b"") -> None:
+    def finish(self) -> None:
+        """The pieces were all."""
         self.finished = True
-        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+        if self._chunked:
+            self._transport.write(b"0\r\n\r\n")
 
-    async def answer(self, error: ProxyError) -> None:
+    def answer(self, error: ProxyError) -> None:
         """The daemon's own answer, in vLLM's shape."""
-        status, headers, body = error_body(error)
-        await self.start(status, headers)
-        await self.finish(body)
+        self.reply(*error_body(error))
+
+    def _head(self, status: int, headers: Headers) -> bytes:
+        if self._expects_continue and not self._whole:
+            self.keep_alive = False  # it may send the body, or not
+        lines = [STATUS_LINE[status]]
+        lines += [b"%b: %b\r\n" % header for header in headers]
+        lines.append(b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
+        return b"".join(lines)
+
+    # Written by the connection
+
+    def on_body(self, data: bytes) -> None:
+        self._size += len(data)
+        if self._size <= MAX_BODY_BYTES:
+            self._pieces.append(data)
+        else:
+            self._pieces.clear()
+            self._wake()
+
+    def on_whole(self) -> None:
+        """The body is complete."""
+        self._whole = True
+        self._wake()
+
+    def lost(self) -> None:
+        """The connection is."""
+        if self.finished or self.gone:
+            return
+        self.gone = True
+        if self._carrying and self.task is not None:
+            self.task.cancel()  # before its first step it could record nothing
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+async def body_of(receive: Receive, timeout_s: float) -> bytes:
+    """The whole body of any other request. Raises what ``Client.body`` does."""
+    pieces: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            more = True
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                data = message.get("body", b"")
+                pieces.append(data)
+                size += len(data)
+                if size > MAX_BODY_BYTES:
+                    raise BodyTooLarge(MAX_BODY_BYTES)
+                more = message.get("more_body", False)
+    except TimeoutError:
+        raise BodyTooSlow(timeout_s, size) from None
+    return b"".join(pieces)

@@ -1,12 +1,22 @@
-"""HTTP/1.1 on the trainer's side: uvicorn's protocol, with bounds and words where it has none."""
+"""HTTP/1.1 on the trainer's side: uvicorn's protocol, with bounds and words where it has none.
+
+A generation goes from here straight to the data plane, as a ``Client``; ASGI's messages, events and
+tasks about each of them would cost more than carrying it. All else is left to uvicorn.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
+from urllib.parse import unquote
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from proxy.client import Client
 from proxy.errors import BadRequest, HeadersTooLarge, ProxyError, error_body
 
 log = logging.getLogger("rollmux")
@@ -14,6 +24,9 @@ log = logging.getLogger("rollmux")
 HEAD_LIMIT_BYTES = 1024 * 1024
 """Past it a head that has no end yet is not read on. A whole one is held against a lower bound
 (``app.HEAD_LIMIT_BYTES``), so that whoever is a little over it gets to read why."""
+
+Carry = Callable[[Client], Coroutine[Any, Any, None]]
+"""Carries one generation to its end. What it raises is a bug, or the daemon's end."""
 
 
 class _Ahead(Exception):
@@ -31,6 +44,14 @@ class ClientProtocol(HttpToolsProtocol):
     _ahead = False
     _in_head = True
     _head_bytes = 0
+    _generation: Client | None = None
+    _idle_since_s = 0.0
+
+    def __init__(self, routed: dict[bytes, str], carry: Carry, **given: Any) -> None:
+        """``routed``: the targets of generations, with the name of each as a route."""
+        super().__init__(**given)
+        self._routed = routed
+        self._carry = carry
 
     def data_received(self, data: bytes) -> None:
         if self._ahead:
@@ -38,22 +59,140 @@ class ClientProtocol(HttpToolsProtocol):
         if self._in_head:
             self._head_bytes += len(data)
         super().data_received(data)
+        generation = self._generation
+        if generation is not None and generation.task is None and not generation.finished:
+            self._start(generation)  # its body is still to come
         # A body that came along may be most of it; then the head is whole.
         if self._in_head and self._head_bytes > HEAD_LIMIT_BYTES:
             self._refuse(HeadersTooLarge(HEAD_LIMIT_BYTES))
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+        if self._generation is not None:
+            self._generation.lost()
+
+    def shutdown(self) -> None:
+        if self._generation is not None and not self._generation.finished:
+            self._generation.keep_alive = False
+        else:
+            super().shutdown()
+
+    # One request
+
     def on_message_begin(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
+        busy: Any = None
+        if self._generation is not None and not self._generation.finished:
+            busy = self._generation
+        elif self.cycle is not None and not self.cycle.response_complete:
+            busy = self.cycle
+        if busy is not None:
             self._ahead = True
-            self.cycle.keep_alive = False
+            busy.keep_alive = False
             raise _Ahead
+        self._generation = None
         self._in_head = True
         self._head_bytes = 0
-        super().on_message_begin()
+        self._idle_since_s = self.loop.time()
+        self.url = b""
+        self.headers = []
+        self.expect_100_continue = False
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        if self.parser.get_method() == b"POST":
+            route, target = self._routed.get(self.url), self.url
+            if route is None:
+                route, target = self._route_of(self.url)
+            if route is not None:
+                self._generation = Client(
+                    self.transport,
+                    self.flow,
+                    route,
+                    target,
+                    self.headers,
+                    keep_alive=self.parser.get_http_version() != "1.0"
+                    and self.parser.should_keep_alive(),
+                    expects_continue=self.expect_100_continue,
+                )
+                return
+        url, headers, expects_continue = self.url, self.headers, self.expect_100_continue
+        super().on_message_begin()  # makes the scope, which a generation does without
+        self.url, self.expect_100_continue = url, expects_continue
+        self.headers += headers
         super().on_headers_complete()
+
+    def _route_of(self, url: bytes) -> tuple[str | None, bytes]:
+        """The route of a target with a query, or written in another way; and path with query."""
+        parsed = httptools.parse_url(url)
+        path = parsed.path or b""
+        route = self._routed.get(unquote(path, "latin-1").encode("latin-1"))
+        return route, path + b"?" + parsed.query if parsed.query else path
+
+    def on_body(self, body: bytes) -> None:
+        if self._generation is None:
+            super().on_body(body)
+        elif not self._generation.finished:
+            self._generation.on_body(body)
+
+    def on_message_complete(self) -> None:
+        generation = self._generation
+        if generation is None:
+            super().on_message_complete()
+        elif not generation.finished:
+            generation.on_whole()
+            if generation.task is None:
+                self._start(generation)
+
+    def _start(self, generation: Client) -> None:
+        task = self.loop.create_task(self._run(generation))
+        generation.task = task
+        self.tasks.add(task)
+
+    async def _run(self, generation: Client) -> None:
+        try:
+            await self._carry(generation)
+        finally:
+            self.tasks.discard(cast("asyncio.Task[None]", generation.task))
+            if generation.finished and generation.keep_alive:
+                self.on_response_complete()
+            else:
+                self.transport.close()  # what has begun has no end then, which the client sees
+
+    # Between requests
+
+    def on_response_complete(self) -> None:
+        """As uvicorn's, but the timer looks by itself whether its time has come."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        self._idle_since_s = self.loop.time()
+        if self.timeout_keep_alive_task is None:
+            self._look_again_in(self.timeout_keep_alive)
+
+    def _unset_keepalive_if_required(self) -> None:
+        """Nothing: see ``timeout_keep_alive_handler``."""
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.timeout_keep_alive_task = None
+        if self._generation is not None and not self._generation.finished:
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            return
+        left_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
+        if left_s > 0:
+            self._look_again_in(left_s)
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _look_again_in(self, seconds: float) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(
+            seconds, self.timeout_keep_alive_handler
+        )
+
+    # What is no request
 
     def send_400_response(self, msg: str) -> None:
         """Called while the parser's error is handled."""

@@ -9,7 +9,9 @@ import secrets as random_secrets
 import socket
 import ssl
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import cast
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -19,7 +21,7 @@ from broadcast.fleet import Fleet
 from broadcast.ledger import Ledger
 from broadcast.pause import Pause
 from broadcast.publication import Rules
-from proxy.app import App, rest
+from proxy.app import ROUTED, App, rest
 from proxy.bucket_gate import BucketGate
 from proxy.calls import Calls
 from proxy.client_protocol import ClientProtocol
@@ -192,7 +194,6 @@ class Daemon:
             # A client's own credentials go on to a replica only where we have none to guard.
             keep_authorization=secrets.api_key is None and not self.bearer,
             on_record=self._on_record,
-            tasks=self.tasks,
             count_tokens=self.recorder is not None,
         )
         self.status.held = lambda: generations.held
@@ -207,7 +208,14 @@ class Daemon:
         self._server = _Server(
             uvicorn.Config(
                 self.app,
-                http=ClientProtocol,
+                http=cast(
+                    type[ClientProtocol],  # uvicorn calls it, and does nothing else with it
+                    partial(
+                        ClientProtocol,
+                        routed={path.encode(): path for path in ROUTED},
+                        carry=self.app.generation,
+                    ),
+                ),
                 ws="none",
                 loop="none",
                 lifespan="off",

@@ -306,3 +306,16 @@ def error_body(error: ProxyError) -> tuple[int, list[tuple[bytes, bytes]], bytes
     if isinstance(error, Unauthorized):
         headers.append((b"www-authenticate", b"Bearer"))
     return error.status, headers, body
+
+
+def bug_body() -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    """The same for what no ``ProxyError`` tells of."""
+    message = "rollmux failed inside; its log has the traceback"
+    error = {"message": message, "type": "InternalServerError", "param": None, "code": 500}
+    body = orjson.dumps({"error": error})
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"x-rollmux-error", b"bug"),
+    ]
+    return 500, headers, body

@@ -1,4 +1,4 @@
-"""The generation paths: read, place, send, reply, record. A plain ASGI callable.
+"""The generation paths: read, place, send, reply, record.
 
 Every request passes these phases in this order and ends in one ``RequestRecord``. A reply is held
 until it is whole (or, for a stream, until its first piece is here), so that up to then another
@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
 import orjson
-from starlette.types import Receive, Scope, Send
 
 from broadcast.answer import Cause
 from broadcast.fleet import Replica
@@ -28,12 +27,12 @@ from proxy.errors import (
     TooManyAtOnce,
     UnknownModel,
     UpstreamLost,
+    bug_body,
 )
 from proxy.judge import Verdict, judge, judge_piece, readable
 from proxy.record import RequestRecord
 from proxy.replicas import Replicas
 from proxy.reply_tokens import StreamTokens, of_whole
-from proxy.tasks import Tasks
 from proxy.upstream import Reply, UpstreamBroken
 from routing.ids import ReplicaId
 from routing.router import Decision, RouteRequest
@@ -100,7 +99,6 @@ class Generations:
         most: int,
         keep_authorization: bool,
         on_record: Callable[[RequestRecord], None],
-        tasks: Tasks,
         count_tokens: bool = False,
     ) -> None:
         self._replicas = replicas
@@ -116,16 +114,18 @@ class Generations:
         self._count_tokens = count_tokens
         self.held = 0
         """Generations that wait for a replica."""
-        self._tasks = tasks
         # Bounded by replicas times the few words for a cause.
         self._quiet_until_s: dict[tuple[str, str], float] = {}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, client: Client) -> None:
+        """Carry one generation to its end. Raises nothing but ``CancelledError``, at the daemon's.
+
+        What then is not finished for the client ends with its connection.
+        """
         now_s = asyncio.get_running_loop().time
-        record = RequestRecord(scope["path"], now_s())
-        client = Client(receive, send)
+        record = RequestRecord(client.route, now_s())
         try:
-            await self._serve(scope, client, record)
+            await self._serve(client, record)
         except ClientGone:
             pass
         except asyncio.CancelledError:
@@ -137,18 +137,19 @@ class Generations:
             record.error = error.code
             record.status = error.status
             if not client.started:
-                await client.answer(error)
+                client.answer(error)
         except Exception:
             record.error = "bug"
             record.status = record.status or 500
             log.exception("a generation failed inside the daemon")
-            raise  # uvicorn answers 500, or breaks off what has begun
+            if not client.started:
+                client.reply(*bug_body())
         finally:
             record.client_gone = client.gone
             record.ended_s = now_s()
             self._on_record(record)
 
-    async def _serve(self, scope: Scope, client: Client, record: RequestRecord) -> None:
+    async def _serve(self, client: Client, record: RequestRecord) -> None:
         body = await client.body(self._body_timeout_s)
         try:
             generation = parse(body)
@@ -156,28 +157,22 @@ class Generations:
             raise BadRequest(str(exc)) from None
         record.received_s = asyncio.get_running_loop().time()
         record.model = generation.model
-        for name, value in scope["headers"]:
-            if name == b"x-request-id":
-                record.request_id = value
         record.weight = generation.weight
         record.body_bytes = len(body)
         if self._carried >= self._most:
             raise TooManyAtOnce(f"{self._most} generations are under way, and no more can be")
-        task = asyncio.current_task()
-        assert task is not None
+        headers = self._headers(client.headers, record)
         self._carried += 1
-        watch = self._tasks.start(client.until_gone(task), "watch")
         try:
-            await self._carry(scope, client, record, generation, body)
+            await self._carry(client, record, headers, generation, body)
         finally:
             self._carried -= 1
-            watch.cancel()
 
     async def _carry(
         self,
-        scope: Scope,
         client: Client,
         record: RequestRecord,
+        headers: bytes,
         generation: Generation,
         body: bytes,
     ) -> None:
@@ -193,10 +188,10 @@ class Generations:
                         raise SuspectRequest
                     case Suspicion.ALONE:
                         async with self._alone(generation, excluded, body) as placed:
-                            await self._send(scope, client, record, placed, generation, body)
+                            await self._send(client, record, headers, placed, generation, body)
                     case _:
                         placed = await self._place(generation, excluded)
-                        await self._send(scope, client, record, placed, generation, body)
+                        await self._send(client, record, headers, placed, generation, body)
                 return
             except Given as exc:
                 given = exc
@@ -291,9 +286,9 @@ class Generations:
 
     async def _send(
         self,
-        scope: Scope,
         client: Client,
         record: RequestRecord,
+        headers: bytes,
         placed: tuple[Replica, Decision],
         generation: Generation,
         body: bytes,
@@ -313,7 +308,7 @@ class Generations:
         record.phase = "upstream"
         if not record.sent_s:
             record.sent_s = asyncio.get_running_loop().time()
-        head = self._head(scope, replica, len(body), record.attempts)
+        head = self._head(client.target, replica, headers, len(body), record)
         with replicas.in_flight(replica, generation, body):
             try:
                 reply = await replicas.upstream(replica.id).ask(
@@ -396,17 +391,17 @@ class Generations:
         if record.request_id:
             headers = [h for h in headers if h[0] != b"x-request-id"]
             headers.append((b"x-request-id", record.request_id))
+        length_known = any(name == b"content-length" for name, _ in headers)
         if data is not None and reply.complete and not reply.pending:
             _check_end(reply, data)
-            if not reply.body_length_known:
+            if not length_known:
                 headers.append((b"content-length", b"%d" % len(data)))
             record.reply_bytes = len(data)
             if self._count_tokens and reply.status == 200:
                 record.count(of_whole(data))
-            await client.start(reply.status, headers)
-            await client.finish(data)
+            client.reply(reply.status, headers, data)
             return
-        await client.start(reply.status, headers)
+        client.start(reply.status, headers, length_known=length_known)
         if data is None:
             data = await reply.chunk()
         last = b""
@@ -425,38 +420,43 @@ class Generations:
             if counted is not None:
                 record.count(counted.result())
         _check_end(reply, last)
-        await client.finish()
+        client.finish()
 
-    def _head(self, scope: Scope, replica: Replica, body_bytes: int, attempt: int) -> bytes:
+    def _headers(self, came: list[tuple[bytes, bytes]], record: RequestRecord) -> bytes:
+        """The client's headers that a replica gets, as lines."""
+        kept_back = self._not_forwarded
+        if named := named_in_connection(came):
+            kept_back = kept_back | named
+        lines = []
+        for header in came:
+            if header[0] not in kept_back:
+                lines.append(b"%b: %b\r\n" % header)
+            elif header[0] == b"x-request-id":
+                record.request_id = header[1]
+        return b"".join(lines)
+
+    def _head(
+        self,
+        target: bytes,
+        replica: Replica,
+        headers: bytes,
+        body_bytes: int,
+        record: RequestRecord,
+    ) -> bytes:
         """Request line and headers as the replica shall see them."""
         upstream = self._replicas.upstream(replica.id)
-        query = scope["query_string"]
-        lines = [
-            b"POST %s%s%s HTTP/1.1\r\nhost: %s\r\ncontent-length: %d\r\n"
-            b"accept-encoding: identity\r\n"
-            % (
-                upstream.base_path,
-                scope["raw_path"],
-                b"?" + query if query else b"",
-                upstream.host_header,
-                body_bytes,
-            )
-        ]
-        kept_back = self._not_forwarded
-        if named := named_in_connection(scope["headers"]):
-            kept_back = kept_back | named
-        for name, value in scope["headers"]:
-            if name not in kept_back:
-                lines.append(b"%s: %s\r\n" % (name, value))
-            elif name == b"x-request-id":
-                # Each attempt has an id of its own: the first one's may still be known there.
-                again = b"-%d" % attempt if attempt > 1 else b""
-                lines.append(b"x-request-id: %s%s\r\n" % (value, again))
+        own = b""
+        if record.request_id:
+            # Each attempt has an id of its own: the first one's may still be known there.
+            again = b"-%d" % record.attempts if record.attempts > 1 else b""
+            own = b"x-request-id: %b%b\r\n" % (record.request_id, again)
         authorization = self._replicas.authorization(replica.id)
         if authorization:
-            lines.append(b"authorization: %s\r\n" % authorization)
-        lines.append(b"\r\n")
-        return b"".join(lines)
+            own += b"authorization: %b\r\n" % authorization
+        return (
+            b"POST %b%b HTTP/1.1\r\nhost: %b\r\ncontent-length: %d\r\n"
+            b"accept-encoding: identity\r\n%b%b\r\n"
+        ) % (upstream.base_path, target, upstream.host_header, body_bytes, headers, own)
 
 
 def _never_sent(cause: Cause) -> bool:
