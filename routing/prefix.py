@@ -6,6 +6,8 @@
   loaded of them is the favourite.
 - No favourite, or one more than the spill threshold ahead of the least loaded replica: the least
   loaded, ties in rotation. It owns the path from now on, so a prompt stays where it spilled to.
+- Equal loads are not equal shares: where replies happen to be long, fewer are sent. A new prompt
+  evens that out: it goes to a replica that was sent a group less, if that one is hardly busier.
 - With fewer than two candidates the rule of the owners is off: all would be common.
 - A replica that owns the prompt to its end is an affinity, however it was found. After one spill
   between two replicas every block of the prompt is common, and both hold it.
@@ -40,6 +42,13 @@ agree so far are one prompt to us."""
 _MAX_FLEETS = 16
 """Tuples of candidates remembered, one per live adapter: a trainer has few. About 100 bytes a
 candidate each."""
+
+_GROUP = 8
+"""Rollouts that a replica may be behind before new prompts make up for it: TRL's num_generations.
+Its figures, also those of other values, are in docs/replay.md."""
+
+_HARDLY = 2
+"""Rollouts that a replica may be busier than the least loaded one, to be sent what it is behind."""
 
 
 class Prefix:
@@ -85,6 +94,9 @@ class Prefix:
             reason = Reason.AFFINITY if ahead <= self._spill_threshold else Reason.SPILLED
         if reason is not Reason.AFFINITY:
             index = self._rotation.least(loads, low)
+        if reason is Reason.UNMATCHED:
+            index = fleet.evened_out(index, loads, low + min(_HARDLY, self._spill_threshold))
+        fleet.sent[index] += request.weight
         picked, bit = fleet.candidates[index].id, fleet.bits[index]
         depth = len(known)
         while depth and not known[depth - 1][1] & bit:
@@ -126,6 +138,18 @@ class _Fleet:
         self.bits = [table.bit(candidate.id) for candidate in candidates]
         self.all_bits = reduce(or_, self.bits, 0)
         self._index = {bit: index for index, bit in enumerate(self.bits)}
+        self.sent = [0] * len(self.bits)
+        """Rollouts, since this fleet is known."""
+
+    def evened_out(self, index: int, loads: list[int], high: int) -> int:
+        """``index``, or a replica with a load of at most ``high`` that was sent a group less."""
+        sent = self.sent
+        enough = sent[index] - _GROUP
+        if min(sent) >= enough:
+            return index
+        near = [other for other, load in enumerate(loads) if load <= high]
+        fewest = min(near, key=sent.__getitem__)
+        return fewest if sent[fewest] < enough else index
 
     def indices(self, owners: int) -> list[int]:
         """Positions of the candidates whose bits are set; there must be no other bits."""

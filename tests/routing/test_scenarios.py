@@ -298,3 +298,33 @@ def test_a_full_table_still_spreads_and_matches() -> None:
     assert router.tracked_blocks <= 450
     assert run.share("unmatched") == pytest.approx(0.125, abs=0.005)
     assert run.spread(2) < 0.02
+
+
+def test_new_prompts_make_up_for_what_a_replica_was_sent_less() -> None:
+    """By more than a group of 8, and only where it is at most 2 busier than the least loaded."""
+    for busier, picked in ((2, "a"), (3, "b")):
+        fleet, router = (Replica("a"), Replica("b")), Prefix(RouterSettings())
+        fleet[0].inflight = 5
+        for number in range(9):
+            assert router.choose(RouteRequest("m", own(number, 100)), fleet, 0.0).replica == "b"
+        fleet[0].inflight = busier
+        decision = router.choose(RouteRequest("m", own(10, 100)), fleet, 0.0)
+        assert (decision.reason, decision.replica) == ("unmatched", picked)
+        # A prompt that is at home stays there.
+        assert router.choose(RouteRequest("m", own(0, 100)), fleet, 0.0).replica == "b"
+    fleet, router = (Replica("a"), Replica("b")), Prefix(RouterSettings())
+    fleet[0].inflight = 1
+    picks = [
+        router.choose(RouteRequest("m", own(number, 100)), fleet, 0.0).replica
+        for number in range(10)
+    ]
+    assert picks == ["b"] * 9 + ["a"]
+
+
+def test_a_threshold_of_0_evens_out_among_equals_only() -> None:
+    fleet, router = (Replica("a"), Replica("b")), Prefix(RouterSettings(spill_threshold=0))
+    fleet[0].inflight = 1
+    for number in range(20):
+        assert router.choose(RouteRequest("m", own(number, 100)), fleet, 0.0).replica == "b"
+    fleet[0].inflight = 0
+    assert router.choose(RouteRequest("m", own(20, 100)), fleet, 0.0).replica == "a"
