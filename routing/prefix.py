@@ -45,7 +45,7 @@ candidate each."""
 
 _GROUP = 8
 """Rollouts that a replica may be behind before new prompts make up for it: TRL's num_generations.
-Its figures, also those of other values, are in docs/replay.md."""
+docs/routing.md has its figures, and those of other values."""
 
 _HARDLY = 2
 """Rollouts that a replica may be busier than the least loaded one, to be sent what it is behind."""
