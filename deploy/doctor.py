@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from broadcast.joins import disagreements
+from deploy.hf_jobs.plan import RANKS
 from deploy.reading import BARRIERS, Ailment, Level, fail, read, warn
 from deploy.symptoms import BEACON_PREFIX, Asked, Held, PushUse, Sighting, Symptoms, TokenUse
 from proxy.control import POLICY_PREFIX
@@ -411,8 +412,10 @@ def _rank(fleet: Fleet) -> Finding:
     least = min(ranks.values(), default=0)
     wanted = fleet.asked.rank
     if wanted is not None:
-        allowed = next((r for r in _RANKS if r >= wanted), _RANKS[-1])
+        allowed = next((r for r in RANKS if r >= wanted), None)
         fix = f"start vLLM with --max-lora-rank {allowed}"
+        if allowed is None:
+            fix = f"train a lower rank: vLLM takes none above {RANKS[-1]}"
         ailing = {
             id: fail(f"max_lora_rank {rank} is less than {wanted}", fix)
             for id, rank in ranks.items()
@@ -425,10 +428,6 @@ def _rank(fleet: Fleet) -> Finding:
     else:
         ailing = {}
     return _finding("rank", fleet, tuple(ranks), ailing, f"up to {least}")
-
-
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM 0.27.1 accepts (config/lora.py)."""
 
 
 @_check("busy")

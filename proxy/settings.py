@@ -201,6 +201,7 @@ def _host(value: Any) -> str:
         raise ValueError(
             f"{value!r} is not a host; give a name or an address, and the port with --port"
         )
+    _check_host(host)
     return host
 
 
@@ -223,7 +224,17 @@ def _host_port(value: Any) -> str:
     host, colon, port = _text(value).rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65_536:
         raise ValueError(f"{value!r} is not HOST:PORT; write it like replicas.default.svc:8000")
+    _check_host(host)
     return f"{host}:{port}"
+
+
+def _check_host(host: str) -> None:
+    """What ``getaddrinfo`` would not even look up, raising what is no OSError."""
+    try:
+        host.encode("idna")
+    except UnicodeError as error:
+        why = error.__cause__ or error
+        raise ValueError(f"{host!r} cannot be a host's name ({why})") from None
 
 
 def _hub_label(value: Any) -> str:
@@ -255,6 +266,7 @@ def replica_url(value: Any) -> str:
         raise ValueError(f"{text!r} is not http:// or https://; write http://HOST:PORT")
     if not host:
         raise ValueError(f"{text!r} names no host; write {parts.scheme}://HOST:PORT")
+    _check_host(host)
     if port == 0:
         raise ValueError(f"{text!r} names port 0; give the port the replica listens on")
     if "?" in text or "#" in text:

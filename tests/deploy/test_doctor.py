@@ -352,6 +352,11 @@ async def a_rank_too_high(ward: Ward) -> None:
     ward.wanted = {"rank": 17}
 
 
+@planted("rank", "train a lower rank: vLLM takes none above 512", on=BOTH)
+async def a_rank_that_vllm_has_not(ward: Ward) -> None:
+    ward.wanted = {"rank": 1024}
+
+
 @planted("rank", "--rank N", level=Level.WARN, seen="8 on r0; 64 on r1", on=BOTH)
 async def ranks_that_differ(ward: Ward) -> None:
     await ward.replace(max_lora_rank=64)
