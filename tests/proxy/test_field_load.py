@@ -86,7 +86,7 @@ async def test_what_is_sent_ahead_is_sent_again_by_its_client(start):
 
 
 async def test_hundreds_that_leave_at_any_point_leave_no_count_behind(start):
-    """O-32. Then 300 more are spread as if nobody had ever been there."""
+    """O-32. Then 150 more are spread as if nobody had ever been there."""
     rng = random.Random(32)
     points = ("in its head", "in its body", "once sent", "while it waits", "in the reply", "never")
 
@@ -127,7 +127,7 @@ async def test_hundreds_that_leave_at_any_point_leave_no_count_behind(start):
         ScriptedReplica(script) as c,
     ):
         running = await start([r.url for r in (a, b, c)])
-        for first in range(0, 360, 60):
+        for first in range(0, 240, 60):
             async with asyncio.timeout(30), asyncio.TaskGroup() as group:
                 for number in range(first, first + 60):
                     group.create_task(leaves(number))
@@ -143,14 +143,14 @@ async def test_hundreds_that_leave_at_any_point_leave_no_count_behind(start):
         for replica in ("r0", "r1", "r2"):
             assert f'rollmux_replica_inflight{{replica="{replica}"}} 0.0' in page
         spread: Counter[str] = Counter()
-        for first in range(1000, 1300, 30):
+        for first in range(1000, 1150, 30):
             async with asyncio.TaskGroup() as group:
                 work = [
                     group.create_task(running.complete("tiny", [n] * 20))
                     for n in range(first, first + 30)
                 ]
             spread.update(w.result().headers["x-rollmux-replica"] for w in work)
-        assert all(90 <= spread[r] <= 110 for r in ("r0", "r1", "r2")), spread
+        assert all(40 <= spread[r] <= 60 for r in ("r0", "r1", "r2")), spread
 
 
 async def test_all_that_leave_at_once_free_their_engines(start, tmp_path):
