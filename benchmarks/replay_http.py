@@ -413,8 +413,9 @@ def seen(
     groups = _group_seconds(requests[: replay.sent], tally)
     per_replica = [count for _, count in sorted(tally.replicas.items())]
     queried, cached, best = None, None, None
-    if before and after:
-        grown = [now.since(then) for then, now in zip(before, after, strict=True)]
+    grown = [now.since(then) for then, now in zip(before or (), after or (), strict=False)]
+    # One that was started anew meanwhile counts from 0.
+    if grown and all(each.queried_tokens >= 0 for each in grown):
         queried = round(sum(each.queried_tokens for each in grown))
         cached = sum(each.hit_tokens for each in grown) / queried if queried > 0 else None
         per_replica = per_replica or [round(each.requests) for each in grown]
@@ -456,11 +457,9 @@ def _group_seconds(requests: Sequence[Request], tally: _Tally) -> list[float]:
     began: dict[int, float] = {}
     ended: dict[int, float] = {}
     for position, group in enumerate(numbers):
+        ended_s = tally.ended_s[position] if tally.ended_s[position] >= 0 else float("inf")
         began[group] = min(began.get(group, float("inf")), tally.began_s[position])
-        missing = tally.ended_s[position] < 0
-        ended[group] = max(
-            ended.get(group, 0.0), float("inf") if missing else tally.ended_s[position]
-        )
+        ended[group] = max(ended.get(group, 0.0), ended_s)
     return [
         ended[group] - began[group]
         for group, size in sizes.items()

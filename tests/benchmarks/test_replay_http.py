@@ -16,7 +16,7 @@ import pytest
 from benchmarks.daemon import daemon
 from benchmarks.prompts import FIRST_TOKEN, Prompts
 from benchmarks.replay import Options, replay
-from benchmarks.replay_http import HttpReplay
+from benchmarks.replay_http import Counters, Fleet, HttpReplay, seen
 from benchmarks.replay_http import Options as HttpOptions
 from benchmarks.replica import SimulatedReplica
 from benchmarks.trace import Request, read
@@ -220,6 +220,17 @@ async def test_requests_of_others_are_told(replica, tmp_path, capsys):
     replica.faults.add(PATH, cut=9, nth=3)  # computed for nobody
     assert await run(file, *words) == 1
     assert "others' requests" in capsys.readouterr().err
+
+
+def test_a_replica_that_was_started_anew_meanwhile_tells_no_share(tmp_path):
+    trace = read(Path(file_of(rollouts(1), tmp_path)))
+    options = HttpOptions("http://a")
+    sent = HttpReplay(trace.requests, ["m"], Prompts(BLOCK, 300, 0), options)
+    fleet, before = Fleet("", ("http://a",)), [Counters(500, 100, 5)]
+    went_on = seen(trace, sent, trace.requests, options, fleet, before, [Counters(540, 132, 6)])
+    assert (went_on.cached_share, went_on.per_replica) == (0.8, [1])
+    anew = seen(trace, sent, trace.requests, options, fleet, before, [Counters(40, 32, 1)])
+    assert anew.cached_share is None
 
 
 async def test_failures_are_counted_by_status_and_the_exit_code_is_1(replica, tmp_path, capsys):
