@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import signal
 import sys
 import threading
@@ -378,6 +379,8 @@ class Hub:
                     raise HubError(f"{what}: {why}") from error
             except _transport() as error:
                 why = f"no answer ({type(error).__name__})"
+            except json.JSONDecodeError:  # a page of something in between, with status 200
+                why = "an answer that is not the Hub's"
             if time.monotonic() + wait_s > end_s:
                 raise HubError(f"{what}: {why}, for {self._patience_s:g} s", passing=True)
             if not told:

@@ -102,6 +102,8 @@ class FakeHub:
         self.calls: list[str] = []
         self.failures = 0
         """So many next calls are answered 503."""
+        self.pages = 0
+        """So many next calls are answered 200 with a page of something in between."""
         self.refusals: dict[str, tuple[int, str]] = {}
         """Calls, as METHOD PATH, that are answered with a status and an error."""
         self.cut_replies: list[str] = []
@@ -299,6 +301,9 @@ class _Handler(BaseHTTPRequestHandler):
         if hub.failures > 0:
             hub.failures -= 1
             return self._json(503, {"error": "Service Unavailable"})
+        if hub.pages > 0:
+            hub.pages -= 1
+            return self._json(200, "<html>Back soon</html>", {"content-type": "text/html"})
         if self.headers.get("authorization") != f"Bearer {TOKEN}":
             return self._json(401, {"error": "Invalid credentials in Authorization header"})
         body = json.loads(raw) if raw else {}
@@ -398,9 +403,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _json(self, status: int, content: Any, headers: Mapping[str, str] | None = None) -> None:
         kind = {"content-type": "application/json", **(headers or {})}
         body = (
-            "".join(content).encode()
-            if kind["content-type"] == "text/event-stream"
-            else json.dumps(content).encode()
+            json.dumps(content).encode()
+            if kind["content-type"] == "application/json"
+            else "".join(content).encode()
         )
         self.send_response(status)
         for name, value in kind.items():

@@ -207,11 +207,12 @@ def test_replacing_has_an_end_and_says_so_once():
         assert len([s for s in watch.said if "used up" in s]) == 1
 
 
-def test_a_hub_that_is_away_replaces_nothing_and_is_asked_again():
+@pytest.mark.parametrize("away", ["failures", "pages"])
+def test_a_hub_that_is_away_replaces_nothing_and_is_asked_again(away):
     with Watch() as watch:
-        watch.fake.failures = 10**6
+        setattr(watch.fake, away, 10**6)
         watch.fake.until(lambda: any("the run goes on" in s for s in watch.said))
-        watch.fake.failures = 0
+        setattr(watch.fake, away, 0)
         watch.fake.end(watch.fake.jobs[0], "ERROR")
         watch.fake.until(lambda: watch.indices() == ["0", "1"])
         assert len(watch.fake.jobs) == 3
