@@ -29,7 +29,7 @@ import httpx
 from benchmarks.daemon import HERE, DaemonGone, connect, daemon, end
 from benchmarks.origin import line, origin
 from benchmarks.overhead.proxies import ROUTER_VERSION, find_router
-from benchmarks.replay import MAX_NUM_SEQS, PREFILL_TOKEN_S, STEP_PER_SEQ_S, STEP_S
+from benchmarks.replay import Options
 from benchmarks.trace import Trace, TraceError, read
 from benchmarks.workloads import WorkloadError, make
 
@@ -79,15 +79,16 @@ async def replicas(
     count: int, block_tokens: int, given: argparse.Namespace
 ) -> AsyncIterator[list[str]]:
     """URLs of simulated replicas with empty caches."""
+    engine = Options(cache_tokens=given.cache_tokens).engine(block_tokens)
     command = [
         *(sys.executable, "-m", "benchmarks.replica", "--port", "0", "--model", "model"),
         *("--max-model-len", str(CONTEXT_TOKENS), "--vocab-size", "32000"),
         *("--block-size", str(block_tokens)),
-        *("--num-blocks", str(max(1, given.cache_tokens // block_tokens))),
-        *("--max-num-seqs", str(MAX_NUM_SEQS)),
-        *("--step-s", str(STEP_S / given.faster)),
-        *("--step-per-seq-s", str(STEP_PER_SEQ_S / given.faster)),
-        *("--prefill-token-s", str(PREFILL_TOKEN_S / given.faster)),
+        *("--num-blocks", str(engine.num_blocks)),
+        *("--max-num-seqs", str(engine.max_num_seqs)),
+        *("--step-s", str(engine.step_s / given.faster)),
+        *("--step-per-seq-s", str(engine.step_per_seq_s / given.faster)),
+        *("--prefill-token-s", str(engine.prefill_token_s / given.faster)),
     ]
     async with contextlib.AsyncExitStack() as stack:
         urls = []

@@ -15,6 +15,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 
 from benchmarks import ideal, report_page
@@ -34,15 +35,10 @@ TOLD_FAULTS = 20
 """Damaged lines told one by one; the rest is a number."""
 TELL_EVERY_S = 1.0
 
-STEP_S, STEP_PER_SEQ_S, PREFILL_TOKEN_S = 0.008, 2e-5, 2e-5
-"""Near a 1.5B model on an H200; see EngineConfig."""
-MAX_NUM_SEQS = 256
-"""vLLM 0.27.1's default for a server on most GPUs; 1,024 on the largest."""
-
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What if."""
+    """What if. The speeds are near those of a 1.5B model on an H200; see EngineConfig."""
 
     replicas: int = 2
     inflight: int | None = None
@@ -51,7 +47,25 @@ class Options:
     max_tracked_blocks: int = 500_000
     cache_tokens: int = 2_000_000
     """Of one replica's prefix cache."""
+    max_num_seqs: int = 256
+    """Sequences that a replica runs at once: vLLM 0.27.1's default for a server on most GPUs; 1,024
+    on the largest."""
+    step_ms: float = 8.0
+    sequence_us: float = 20.0
+    """What each sequence adds to a step."""
+    prefill_us: float = 20.0
+    """For a token of a prompt."""
     seed: int = 0
+
+    def engine(self, block_tokens: int) -> EngineConfig:
+        return EngineConfig(
+            block_tokens=block_tokens,
+            num_blocks=max(1, self.cache_tokens // block_tokens),
+            max_num_seqs=self.max_num_seqs,
+            step_s=self.step_ms / 1e3,
+            step_per_seq_s=self.sequence_us / 1e6,
+            prefill_token_s=self.prefill_us / 1e6,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +82,7 @@ class Result:
     """What one policy made of the trace. Times are the virtual clock's."""
 
     router: str
+    options: Options
     requests: int
     decisions: dict[str, int]
     """By reason."""
@@ -107,14 +122,7 @@ class Replay:
         self._router = router
         self._options = options
         self._told = told
-        config = EngineConfig(
-            block_tokens=trace.block_tokens,
-            num_blocks=max(1, options.cache_tokens // trace.block_tokens),
-            max_num_seqs=MAX_NUM_SEQS,
-            step_s=STEP_S,
-            step_per_seq_s=STEP_PER_SEQ_S,
-            prefill_token_s=PREFILL_TOKEN_S,
-        )
+        config = options.engine(trace.block_tokens)
         self._fleet = Fleet(router, options.replicas, config, self._replied)
         self._took_s = array("d")
         self._timeline = Timeline()
@@ -185,6 +193,7 @@ class Replay:
         ]
         return Result(
             self._router.name,
+            self._options,
             len(requests),
             dict(sorted(fleet.decisions.items())),
             fleet.prefix_hits / prompt,
@@ -222,21 +231,22 @@ def replay(
 
 
 @dataclass(slots=True)
-class _Progress:
+class Progress:
     """On standard error, once a second; nothing of what takes less."""
 
     label: str
     total: int
+    unit: str = "requests"
     next_s: float = field(default_factory=lambda: time.monotonic() + TELL_EVERY_S)
     shown: bool = False
 
-    def __call__(self, sent: int) -> None:
+    def __call__(self, done: int) -> None:
         if time.monotonic() < self.next_s:
             return
         self.next_s = time.monotonic() + TELL_EVERY_S
         self.shown = True
         begin, end = ("\r", "") if sys.stderr.isatty() else ("", "\n")
-        text = f"{begin}{self.label}: {sent:,} of {self.total:,} requests"
+        text = f"{begin}{self.label}: {done:,} of {self.total:,} {self.unit}"
         print(text, end=end, file=sys.stderr, flush=True)
 
     def done(self) -> None:
@@ -251,31 +261,62 @@ def main(parsed: argparse.Namespace) -> int:
     """
     report_page.check(parsed.html)
     trace, requests = opened(parsed)
-    options = Options(
-        replicas=parsed.replicas or trace.replicas() or Options().replicas,
-        inflight=parsed.inflight or trace.inflight,
-        spill_threshold=parsed.spill_threshold,
-        cache_tokens=parsed.cache_tokens,
-        seed=parsed.seed,
-    )
-    results = []
-    for router in parsed.router or ["prefix"]:
-        progress = _Progress(router, len(requests))
-        try:
-            results.append(replay(trace, router, options, progress))
-        except registry.RouterError as exc:
-            raise SettingsError(f"--router: {exc}") from exc
-        finally:
-            progress.done()
+    points, results = sweep(parsed, trace), []
+    for options in points:
+        for router in parsed.router or ["prefix"]:
+            progress = Progress(label(router, options, points), len(requests))
+            try:
+                results.append(replay(trace, router, options, progress))
+            except registry.RouterError as exc:
+                raise SettingsError(f"--router: {exc}") from exc
+            finally:
+                progress.done()
     failed = len(trace.requests) - len(requests)
-    report = _as_dict(trace, options, results, failed)
-    head = heading(trace, options, results, failed)
+    report = _as_dict(trace, points, results, failed)
+    head = heading(trace, points, results, failed)
+    shown = rows(results) if len(points) == 1 else point_rows(results, points)
     if parsed.json:
         print(json.dumps(report, indent=2))
     else:
-        print(head, table(rows(results)), sep="\n\n")
-    written = report_page.write(parsed.html, report, head, rows(results))
+        print(head, table(shown), sep="\n\n")
+    written = report_page.write(parsed.html, report, head, shown)
     return 1 if trace.faults or not written else 0
+
+
+SWEPT = {
+    "replicas": "replicas",
+    "inflight": "in flight",
+    "spill_threshold": "spill threshold",
+    "cache_tokens": "cache tokens",
+    "max_num_seqs": "sequences",
+    "step_ms": "step ms",
+    "sequence_us": "sequence µs",
+    "prefill_us": "prefill µs",
+}
+"""Options of which several values can be given, and what a value of theirs is called."""
+
+
+def sweep(parsed: argparse.Namespace, trace: Trace) -> list[Options]:
+    """All combinations of what was given."""
+    instead = {
+        "replicas": trace.replicas() or Options().replicas,
+        "inflight": trace.inflight,
+    }
+    values = [getattr(parsed, name) or [instead[name]] for name in SWEPT]
+    return [
+        Options(**dict(zip(SWEPT, point, strict=True)), seed=parsed.seed)
+        for point in product(*values)
+    ]
+
+
+def label(router: str, options: Options, points: Sequence[Options]) -> str:
+    """What tells one point of a sweep from the others."""
+    parts = [
+        f"{words} {getattr(options, name):,}"
+        for name, words in SWEPT.items()
+        if len({getattr(point, name) for point in points}) > 1
+    ]
+    return ", ".join([*parts, router])
 
 
 def opened(parsed: argparse.Namespace) -> tuple[Trace, list[Request]]:
@@ -312,8 +353,16 @@ def _tell_faults(trace: Trace) -> None:
 
 
 def _as_dict(
-    trace: Trace, options: Options, results: Sequence[Result], failed: int
+    trace: Trace, points: Sequence[Options], results: Sequence[Result], failed: int
 ) -> dict[str, object]:
+    return about(trace, points, failed) | {
+        "results": [asdict(result) | {"spread": result.spread} for result in results],
+    }
+
+
+def about(trace: Trace, points: Sequence[Options], failed: int) -> dict[str, object]:
+    """What was replayed, for programs; of the options those that all points have."""
+    first = asdict(points[0])
     return {
         "rollmux": version(),
         "trace": trace.name,
@@ -321,8 +370,11 @@ def _as_dict(
         "block_size": trace.block_tokens,
         "damaged_lines": len(trace.faults),
         "failed_requests": failed,
-        "options": asdict(options),
-        "results": [asdict(result) | {"spread": result.spread} for result in results],
+        "options": {
+            name: value
+            for name, value in first.items()
+            if all(getattr(point, name) == value for point in points)
+        },
     }
 
 
@@ -330,14 +382,44 @@ def _seconds(found: Percentiles | None, which: str) -> str:
     return f"{getattr(found, which):,.2f} s" if found else "-"
 
 
-def heading(trace: Trace, options: Options, results: Sequence[Result], failed: int) -> str:
+def heading(trace: Trace, points: Sequence[Options], results: Sequence[Result], failed: int) -> str:
     """What was replayed, in a line."""
-    timing = "as recorded" if options.inflight is None else f"{options.inflight} in flight"
+    replicas = sorted({point.replicas for point in points})
+    inflight = sorted({point.inflight or 0 for point in points})
+    timing = f"{_listed(inflight)} in flight" if inflight[0] else "as recorded"
     return (
         f"{trace.name}: {results[0].requests:,} requests"
         f"{f', {failed:,} failed ones left out' if failed else ''}; "
-        f"simulated on {options.replicas} replicas, timing {timing}"
+        f"simulated on {_listed(replicas)} replicas, timing {timing}"
     )
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ", ".join(f"{value:,}" for value in values)
+
+
+def point_rows(results: Sequence[Result], points: Sequence[Options]) -> list[tuple[str, list[str]]]:
+    """For people: a point of a sweep a row, the names of its figures in the first."""
+    return [
+        ("", ["cached", "of ideal", "unmatched", "spread", "tokens/s", "took",
+              "request p90", "group p90"]),
+        *(
+            (
+                label(r.router, r.options, points),
+                [
+                    f"{r.cached_share:.1%}",
+                    f"{r.cached_share / r.ideal_share:.1%}" if r.ideal_share else "-",
+                    f"{r.decisions.get('unmatched', 0) / r.requests:.1%}",
+                    f"{r.spread:.1%}",
+                    f"{r.tokens_per_second:,.0f}",
+                    f"{r.seconds:,.1f} s",
+                    _seconds(r.request_s, "p90"),
+                    _seconds(r.group_s, "p90"),
+                ],
+            )
+            for r in results
+        ),
+    ]  # fmt: skip
 
 
 def rows(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
@@ -362,7 +444,8 @@ def rows(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
 
 def table(rows: Sequence[tuple[str, Sequence[str]]]) -> str:
     """For a terminal."""
+    first = max(24, *(len(name) for name, _ in rows)) + 2
     width = max(len(cell) for _, cells in rows for cell in cells) + 2
     return "\n".join(
-        f"{name:<26}{''.join(f'{cell:>{width}}' for cell in cells)}" for name, cells in rows
+        f"{name:<{first}}{''.join(f'{cell:>{width}}' for cell in cells)}" for name, cells in rows
     )

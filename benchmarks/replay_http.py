@@ -613,6 +613,9 @@ def main(parsed: argparse.Namespace) -> int:
 def _options(parsed: argparse.Namespace) -> Options:
     if parsed.router or parsed.replicas:
         raise SettingsError("--url: the policy and the replicas are the server's own")
+    inflight = parsed.inflight or [None]
+    if len(inflight) > 1:
+        raise SettingsError("--inflight: one number with --url")
     if parsed.inflight is not None and parsed.speed is not None:
         raise SettingsError("--inflight and --speed: give one of them")
     if parsed.vocab_size < LEAST_VOCABULARY:
@@ -624,7 +627,7 @@ def _options(parsed: argparse.Namespace) -> Options:
         raise SettingsError(f"--url or --replica-metrics: {exc}") from exc
     return Options(
         url,
-        parsed.inflight,
+        inflight[0],
         parsed.speed or 1.0,
         parsed.model,
         parsed.vocab_size,

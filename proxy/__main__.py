@@ -341,33 +341,61 @@ def parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     )
     replay.add_argument(
         "--replicas",
-        metavar="N",
-        type=_positive(int),
+        metavar="N[,N…]",
+        type=_several(_positive(int)),
         default=None,
         help="how many are simulated (default: as many as the trace names, else 2)",
     )
     replay.add_argument(
         "--inflight",
-        metavar="N",
-        type=_positive(int),
+        metavar="N[,N…]",
+        type=_several(_positive(int)),
         default=None,
         help="send the next request as soon as fewer than N rollouts are in flight (default: "
         "none, requests are sent at the times recorded)",
     )
     replay.add_argument(
         "--spill-threshold",
-        metavar="N",
-        type=_positive(int, zero=True),
-        default=8,
+        metavar="N[,N…]",
+        type=_several(_positive(int, zero=True)),
+        default="8",
         help="how many rollouts ahead of the least loaded replica the favourite may be (default: "
-        "%(default)d)",
+        "%(default)s)",
     )
     replay.add_argument(
         "--cache-tokens",
-        metavar="N",
-        type=_positive(int, bound=1_000_000_000),
-        default=2_000_000,
-        help="size of each replica's prefix cache, in tokens (default: %(default)d)",
+        metavar="N[,N…]",
+        type=_several(_positive(int, bound=1_000_000_000)),
+        default="2000000",
+        help="size of each replica's prefix cache, in tokens (default: %(default)s)",
+    )
+    replay.add_argument(
+        "--max-num-seqs",
+        metavar="N[,N…]",
+        type=_several(_positive(int)),
+        default="256",
+        help="sequences that a replica runs at once (default: %(default)s)",
+    )
+    replay.add_argument(
+        "--step-ms",
+        metavar="MS[,MS…]",
+        type=_several(_positive(float)),
+        default="8",
+        help="milliseconds that a replica takes for one decode step (default: %(default)s)",
+    )
+    replay.add_argument(
+        "--sequence-us",
+        metavar="US[,US…]",
+        type=_several(_positive(float, zero=True)),
+        default="20",
+        help="microseconds that each sequence adds to a decode step (default: %(default)s)",
+    )
+    replay.add_argument(
+        "--prefill-us",
+        metavar="US[,US…]",
+        type=_several(_positive(float, zero=True)),
+        default="20",
+        help="microseconds that a replica takes for a token of a prompt (default: %(default)s)",
     )
     replay.add_argument(
         "--seed",
@@ -486,6 +514,16 @@ def _positive(
         return value
 
     parse.__name__ = "number"  # argparse's message: invalid number value: 'x'
+    return parse
+
+
+def _several(one: Callable[[str], float]) -> Callable[[str], list[float]]:
+    """Values with commas between them: each is tried."""
+
+    def parse(text: str) -> list[float]:
+        return [one(value) for value in text.split(",")]
+
+    parse.__name__ = "number"
     return parse
 
 

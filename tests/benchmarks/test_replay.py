@@ -355,3 +355,55 @@ def test_published_traces_replay(name):
     assert found.requests == 2000
     assert found.cached_share > 0
     assert sum(found.per_replica) == 2000
+
+
+def test_several_values_are_a_sweep_of_all_their_combinations(capsys):
+    words = [
+        "replay",
+        "--workload",
+        "grpo:steps=2",
+        "--router",
+        "prefix",
+        "--router",
+        "round-robin",
+    ]
+    words += ["--replicas", "1,2,3", "--inflight", "16,64"]
+    assert main([*words, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    results = {
+        (r["router"], r["options"]["replicas"], r["options"]["inflight"]): r
+        for r in report["results"]
+    }
+    assert len(results) == len(report["results"]) == 2 * 3 * 2
+    assert "replicas" not in report["options"]
+    assert report["options"]["seed"] == 0
+    for (_, replicas, _), result in results.items():
+        assert len(result["per_replica"]) == replicas
+    alone = [*words[:-4], "--replicas", "2", "--inflight", "16", "--json"]
+    assert main(alone) == 0
+    for result in json.loads(capsys.readouterr().out)["results"]:
+        assert result == results[result["router"], 2, 16]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert sum("replicas 3, in flight 64" in line for line in shown.splitlines()) == 2
+
+
+def test_speed_and_size_of_the_replicas_are_options(capsys):
+    def seconds(*words: str) -> list[float]:
+        assert main(["replay", "--workload", "grpo:steps=1,inflight=64", "--json", *words]) == 0
+        return [r["seconds"] for r in json.loads(capsys.readouterr().out)["results"]]
+
+    (usual,) = seconds()
+    slow, quick = seconds("--step-ms", "16,4")
+    assert quick < 0.7 * usual < usual < 0.7 * slow
+    assert seconds("--sequence-us", "200")[0] > usual
+    assert seconds("--prefill-us", "2000")[0] > usual
+    assert seconds("--max-num-seqs", "4")[0] > 2 * usual
+
+
+@pytest.mark.parametrize("values", ["1,x", "1,,2", "0", "1,0", ""])
+def test_values_that_are_none_are_bad_usage(values: str, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", "--workload", "grpo", "--replicas", values])
+    assert ended.value.code == 2
+    assert "--replicas" in capsys.readouterr().err
