@@ -30,6 +30,8 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 20, 10, 38
 TICKS = 5
 COLOURS, DASHES = 6, 4
 """``report_page.html`` has them. Twelve lines look unlike; who sees no colours can tell four."""
+MOST_WIDER = 4
+"""Lines that lie on each other are seen all the same: those below are wider."""
 MOST_BARS = 16
 """Replicas with a bar each; more are a line."""
 TALL = 20
@@ -202,7 +204,7 @@ def _is_number(value: object) -> bool:
 
 
 def _words(name: str) -> str:
-    return name.replace("_", " ")
+    return name.replace("_", " ").replace("inflight", "in flight")
 
 
 def _curves(
@@ -341,10 +343,14 @@ def _lines(
     for tick in y_ticks:
         at = floor - tick * y_scale
         drawn.append(f'<path class="grid" d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}"/>')
-        drawn.append(f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{tick:,g}</text>')
+        drawn.append(
+            f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{_tick(tick)}</text>'
+        )
     for tick in x_ticks:
         at = LEFT + tick * x_scale
-        drawn.append(f'<text x="{at:.1f}" y="{floor + 16}" text-anchor="middle">{tick:,g}</text>')
+        drawn.append(
+            f'<text x="{at:.1f}" y="{floor + 16}" text-anchor="middle">{_tick(tick)}</text>'
+        )
     drawn.append(
         f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{escape(str(x))}</text>'
     )
@@ -361,7 +367,10 @@ def _lines(
         path = " ".join(
             f"{LEFT + at * x_scale:.1f},{floor - value * y_scale:.1f}" for at, value in points
         )
-        drawn.append(f'<polyline class="curve {_look(number)}" points="{path}"/>')
+        width = 2 + 0.7 * min(len(series) - 1 - number, MOST_WIDER)
+        drawn.append(
+            f'<polyline class="curve {_look(number)}" stroke-width="{width:.1f}" points="{path}"/>'
+        )
     names = ", ".join(name for name, _ in series)
     label = f"{title}: {y}, by {x}; a line for each of {names}. The table below has the numbers."
     keys = "".join(_key(name, number, "line") for number, (name, _) in enumerate(series))
@@ -383,6 +392,14 @@ def ticks(top: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough)
     return [round(k * step, 10) for k in range(math.ceil(top / step - 1e-9) + 1)]
+
+
+def _tick(value: float) -> str:
+    """Short enough for the room beside the plot."""
+    for least, size, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e5, 1e3, "k")):
+        if value >= least:
+            return f"{value / size:g}{unit}"
+    return f"{value:,g}"
 
 
 def _numbers(

@@ -239,7 +239,7 @@ def test_a_sweep_is_a_line_over_what_was_swept():
         ("cached, %", lambda r: 100 * r["cached_share"]),
     ):
         head, *rows = tables[title]
-        assert head == ["inflight", "prefix", "round-robin"]
+        assert head == ["in flight", "prefix", "round-robin"]
         values = [figure(result) for result in results]
         expected = [16, values[1], values[3]], [64, values[0], values[2]]
         for row, numbers in zip(rows, expected, strict=True):

@@ -32,7 +32,7 @@ def write(file: Path) -> str:
                 "group_s": [k / 3 for k in range(1, 101)],
                 "bin_s": 64.0,
                 "inflight": [float(k % 40) for k in range(120)],
-                "tokens_per_second": [100.0 * (k % 9) for k in range(120)],
+                "tokens_per_second": [50_000.0 * (k % 9) for k in range(120)],
             },
         }
         for router, replicas in (("prefix", 30), (LONG, 30), (MARKUP, 3))
