@@ -9,7 +9,7 @@ always computed, so a block that ends with the prompt is never taken from the ca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from benchmarks.trace import Request
 
@@ -18,19 +18,23 @@ GROUP_GAP = 100
 
 @dataclass(slots=True)
 class _Block:
+    before: _Block | None
+    """An id stands for all that comes before it, so there is one."""
     visits: int = 0
     """By requests that may take it from the cache."""
     closing: int = 0
     """By requests that end with it, before the first visit: they compute it for the others."""
-    children: set[int] = field(default_factory=set)
-    ends: set[int] = field(default_factory=set)
-    """Ids of blocks that are not whole and follow it."""
-    leaves: int = 0
+    children: int = 0
+    ends: int = 0
+    """Blocks that are not whole and follow it."""
+    below: int = 0
+    """Paths that part after it, those of its children."""
 
 
 def cached_tokens(requests: Sequence[Request], block_tokens: int, replicas: int) -> int:
     """Prompt tokens that caches could serve of all these requests, in tokens."""
     blocks: dict[int, _Block] = {}
+    ends: set[int] = set()
     for request in requests:
         whole = request.whole_blocks(block_tokens)
         cacheable = (request.prompt_tokens - 1) // block_tokens
@@ -39,24 +43,25 @@ def cached_tokens(requests: Sequence[Request], block_tokens: int, replicas: int)
             number = request.ids[position]
             block = blocks.get(number)
             if block is None:
-                block = blocks[number] = _Block()
-            if before is not None:
-                before.children.add(number)
+                block = blocks[number] = _Block(before)
+                if before is not None:
+                    before.children += 1
             if position < cacheable:
                 block.visits += request.n
             elif not block.visits:
                 block.closing += request.n
             before = block
-        if before is not None and len(request.ids) > whole:
-            before.ends.add(request.ids[whole])
+        if before is not None and len(request.ids) > whole and request.ids[whole] not in ends:
+            ends.add(request.ids[whole])
+            before.ends += 1
+    hits = 0
     # First seen after the one before it, so that the other way round children come first.
     for block in reversed(blocks.values()):
-        below = sum(blocks[child].leaves for child in block.children)
         # A block that is not whole may be the beginning of a child: a conversation that goes on.
-        block.leaves = max(1, below + max(0, len(block.ends) - len(block.children)))
-    hits = 0
-    for block in blocks.values():
-        computed = max(1, min(replicas, block.leaves)) - block.closing
+        leaves = max(1, block.below + max(0, block.ends - block.children))
+        if block.before is not None:
+            block.before.below += leaves
+        computed = max(1, min(replicas, leaves)) - block.closing
         hits += block.visits - min(block.visits, max(0, computed))
     return hits * block_tokens
 
