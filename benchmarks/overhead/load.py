@@ -11,8 +11,8 @@ import json
 import ssl
 import sys
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -45,6 +45,8 @@ class Count:
     unanswered: int = 0
     """At the deadline."""
     first_bad: str = ""
+    ends: Counter[str] = field(default_factory=Counter)
+    """How requests of the mixed soak ended that are not to be answered as usual."""
     round_trips_s: list[float] = field(default_factory=list)
     added_s: list[float] = field(default_factory=list)
     """Round trip without the time at the upstream; of a stream, to its first byte."""
@@ -66,7 +68,7 @@ class Client(asyncio.Protocol):
     """
 
     def __init__(self, load: Load, host: bytes) -> None:
-        self._load = load
+        self.load = load
         self._host = host
         self._parser: Any = None
         self.transport: asyncio.Transport | None = None
@@ -74,8 +76,8 @@ class Client(asyncio.Protocol):
         self.idle_since_s = 0.0
         self._sent_s = 0.0
         self._first_s = 0.0
-        self._status = 0
-        self._start = b""
+        self.status = 0
+        self.start = b""
         self._head = b""
         self._body_bytes = 0
         self._missing = -1
@@ -87,8 +89,8 @@ class Client(asyncio.Protocol):
     def send(self, number: int, body: bytes) -> None:
         assert self.transport is not None
         self.number = number
-        self._status = self._body_bytes = 0
-        self._head = self._start = b""
+        self.status = self._body_bytes = 0
+        self._head = self.start = b""
         self._missing = -1
         self._parser = None
         self._first_s = 0.0
@@ -97,8 +99,8 @@ class Client(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if not self.number:
-            self._load.count.doubled += 1
-            self._load.note(f"nobody asked: {data[:100]!r}")
+            self.load.count.doubled += 1
+            self.load.note(f"nobody asked: {data[:100]!r}")
             return
         if not self._first_s:
             self._first_s = time.monotonic()
@@ -115,15 +117,15 @@ class Client(asyncio.Protocol):
                 self._parser = httptools.HttpResponseParser(self)
                 self._feed(self._head)
                 return
-            self._status = int(head[9:12])
+            self.status = int(head[9:12])
             self._missing = length
             data = body
         if len(data) > self._missing:
-            self._load.count.doubled += 1
-            self._load.note(f"more than one answer: {data[self._missing :][:100]!r}")
+            self.load.count.doubled += 1
+            self.load.note(f"more than one answer: {data[self._missing :][:100]!r}")
             data = data[: self._missing]
-        if len(self._start) < wire.ID_BYTES:
-            self._start += data[: wire.ID_BYTES]
+        if len(self.start) < wire.ID_BYTES:
+            self.start += data[: wire.ID_BYTES]
         self._body_bytes += len(data)
         self._missing -= len(data)
         if not self._missing:
@@ -133,16 +135,16 @@ class Client(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as exc:
-            self._load.note(f"not HTTP: {exc}")
+            self.load.note(f"not HTTP: {exc}")
             if self.transport is not None:
                 self.transport.abort()
 
     def on_headers_complete(self) -> None:
-        self._status = self._parser.get_status_code()
+        self.status = self._parser.get_status_code()
 
     def on_body(self, data: bytes) -> None:
-        if len(self._start) < wire.ID_BYTES:
-            self._start += data[: wire.ID_BYTES]
+        if len(self.start) < wire.ID_BYTES:
+            self.start += data[: wire.ID_BYTES]
         self._body_bytes += len(data)
 
     def on_message_complete(self) -> None:
@@ -152,32 +154,46 @@ class Client(asyncio.Protocol):
         now_s = time.monotonic()
         number, self.number = self.number, 0
         self.idle_since_s = now_s
-        answered, held_s = wire.id_of(self._start)
-        count = self._load.count
-        if self._status != 200:
-            count.bad_status += 1
-            self._load.note(f"status {self._status}: {self._start!r}")
-        elif answered != number or self._body_bytes != self._load.target.body_bytes:
-            count.wrong_body += 1
-            self._load.note(f"{self._body_bytes} bytes for {number}: {self._start!r}")
-        else:
+        self.judge(number, now_s)
+        self.load.next(self)
+
+    def judge(self, number: int, now_s: float) -> None:
+        """Count the whole answer that has come to the request ``number``."""
+        count = self.load.count
+        held_s = self.whole(number, self.load.target.body_bytes)
+        if held_s is not None:
             count.good += 1
             count.round_trips_s.append(now_s - self._sent_s)
-            first_s = self._first_s if self._load.streams else now_s
+            first_s = self._first_s if self.load.streams else now_s
             count.added_s.append(first_s - self._sent_s - held_s)
-        self._load.next(self)
+
+    def whole(self, number: int, body_bytes: int) -> float | None:
+        """Seconds at the upstream if the answer is what it has to be; counted as bad if not."""
+        answered, held_s = wire.id_of(self.start)
+        count = self.load.count
+        if self.status != 200:
+            count.bad_status += 1
+            self.load.note(f"status {self.status}: {self.start!r}")
+        elif answered != number or self._body_bytes != body_bytes:
+            count.wrong_body += 1
+            self.load.note(f"{self._body_bytes} bytes for {number}: {self.start!r}")
+        else:
+            return held_s
+        return None
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
         if self.number:
             self.number = 0
-            self._load.count.lost += 1
-            self._load.note(f"connection lost: {exc}")
-            self._load.reopen(self)
+            self.load.count.lost += 1
+            self.load.note(f"connection lost: {exc}")
+            self.load.reopen(self)
 
 
 class Load:
     """Keeps ``connections`` busy until each request of a phase is answered."""
+
+    client: type[Client] = Client
 
     def __init__(self, target: Target, connections: int, *, streams: bool) -> None:
         self.loop = asyncio.get_running_loop()
@@ -186,7 +202,7 @@ class Load:
         self.count = Count()
         self._connections = connections
         self._clients: list[Client] = []
-        self._work: deque[tuple[int, bytes]] = deque()
+        self._work: Iterator[tuple[int, bytes]] = iter(())
         self._busy = 0
         self._done: asyncio.Future[None] = self.loop.create_future()
         self._opening: set[asyncio.Task[None]] = set()
@@ -200,7 +216,7 @@ class Load:
         """One phase on the connections that are there; the count, and the seconds it took."""
         clients = await self._connected(connections or self._connections)
         self.count = Count()
-        self._work = deque(work)
+        self._work = iter(work)
         self._done = self.loop.create_future()
         begun_s = time.monotonic()
         for client in clients:
@@ -210,24 +226,24 @@ class Load:
             async with asyncio.timeout(deadline_s):
                 await self._done
         except TimeoutError:
-            self.count.unanswered = self._busy + len(self._work)
-            self._work.clear()
+            self.count.unanswered = self._busy + sum(1 for _ in self._work)
             self._busy = 0
             self.close()
         return self.count, time.monotonic() - begun_s
 
     def next(self, client: Client) -> None:
         """The client is free."""
-        if not self._work:
-            self._busy -= 1
-            if not self._busy and not self._done.done():
-                self._done.set_result(None)
-            return
         if client.transport is None or client.transport.is_closing():
             self.reopen(client)
             return
-        self.count.sent += 1
-        client.send(*self._work.popleft())
+        number, body = next(self._work, (0, b""))
+        if number:
+            self.count.sent += 1
+            client.send(number, body)
+            return
+        self._busy -= 1
+        if not self._busy and not self._done.done():
+            self._done.set_result(None)
 
     def reopen(self, client: Client) -> None:
         """A client whose connection is gone gets another one and goes on."""
@@ -271,7 +287,10 @@ class Load:
     async def _open(self, index: int) -> Client:
         host, port = self.target.addresses[index % len(self.target.addresses)]
         _, client = await self.loop.create_connection(
-            lambda: Client(self, f"{host}:{port}".encode()), host, port, ssl=self.target.context
+            lambda: self.client(self, f"{host}:{port}".encode()),
+            host,
+            port,
+            ssl=self.target.context,
         )
         return client
 
@@ -359,6 +378,7 @@ def result(count: Count, took_s: float) -> dict[str, Any]:
     return {
         **{name: getattr(count, name) for name in names},
         "first_bad": count.first_bad,
+        "ends": dict(count.ends),
         "seconds": took_s,
         "added_p50_s": quantile(count.added_s, 0.5),
         "added_p99_s": quantile(count.added_s, 0.99),

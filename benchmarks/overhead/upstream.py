@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import ssl
+import struct
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +20,7 @@ from typing import Any, Self, cast
 import uvloop
 
 from benchmarks.overhead import wire
+from benchmarks.overhead.wire import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class Answers:
     """Between two events of a stream."""
     certificate: str = ""
     """A PEM file with certificate and key: TLS."""
+    mixed: bool = False
+    """Each request's number says what it gets; see ``wire.Kind``."""
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
@@ -73,6 +77,8 @@ CONTROL = {
 }
 """What proxies ask before they send a generation."""
 UNKNOWN = _json({"detail": "Not Found"}, "404 Not Found")
+# In vLLM's shape: the daemon takes anything else for the words of something in between.
+FAILED = _json({"error": {"message": "made to fail", "code": 500}}, "500 Internal Server Error")
 # vLLM 0.27.1 answers so where the endpoint is and no name was given.
 NAMELESS = _json({"error": {"message": "no lora_name", "code": 400}}, "400 Bad Request")
 
@@ -83,7 +89,7 @@ class Upstreams:
     def __init__(self, answers: Answers) -> None:
         self.loop = asyncio.get_running_loop()
         self.answers = answers
-        self.rest = wire.reply_rest(answers.reply_bytes) if not answers.chunks else b""
+        self.rest = wire.reply_rest(answers.reply_bytes)
         self.head = (
             b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
             % answers.reply_bytes
@@ -93,8 +99,22 @@ class Upstreams:
             b"transfer-encoding: chunked\r\n\r\n"
         )
         self.event = wire.event()
+        self.seen = bytearray()
+        """How often each number has come, counted from ``wire.NUMBERS``."""
 
     def generation(self, connection: Connection, number: int) -> None:
+        place = max(0, number - wire.NUMBERS)
+        if place >= len(self.seen):
+            self.seen.extend(bytes(place + 100_000 - len(self.seen)))
+        self.seen[place] = min(255, self.seen[place] + 1)
+        if self.answers.mixed:
+            kind, first = wire.kind_of(number), self.seen[place] == 1
+            if kind is Kind.FAILED or (kind is Kind.FAILED_ONCE and first):
+                connection.transport.write(FAILED)
+                return
+            if kind is Kind.RESET and first:
+                connection.reset()
+                return
         delay_s = wire.delay_s(number, self.answers.delay_s)
         came_s = time.monotonic()
         if delay_s:
@@ -106,8 +126,11 @@ class Upstreams:
         if connection.transport.is_closing():
             return
         start = wire.REPLY_START % (number, round(1e6 * (time.monotonic() - came_s)))
-        if self.answers.chunks:
+        if self.answers.chunks and (not self.answers.mixed or wire.kind_of(number).streams):
             connection.transport.write(self.stream_head + wire.event(start))
+            if self.answers.mixed and wire.kind_of(number) is Kind.CUT:
+                self.loop.call_later(self.answers.interval_s, connection.reset)
+                return
             self.loop.call_later(self.answers.interval_s, self._next, connection, 1)
         else:
             connection.transport.writelines((self.head, start, self.rest))
@@ -136,6 +159,13 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
 
+    def reset(self) -> None:
+        """As a process that dies: not even the end of what was sent is sure to arrive."""
+        sock = self.transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
+
     def data_received(self, data: bytes) -> None:
         if self._missing < 0:
             self._head += data
@@ -157,6 +187,11 @@ class Connection(asyncio.Protocol):
             self._upstreams.generation(self, wire.number_of(body_pieces))
         elif path == b"/v1/unload_lora_adapter":
             self.transport.write(NAMELESS)
+        elif path == b"/seen":
+            seen = self._upstreams.seen
+            self.transport.write(
+                _json({"once": seen.count(1), "again": len(seen) - seen.count(0) - seen.count(1)})
+            )
         else:
             self.transport.write(CONTROL.get(method + b" " + path, UNKNOWN))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from enum import Enum
 from random import Random
 
 NUMBERS = 10**18
@@ -30,6 +31,42 @@ def delay_s(number: int, mean_s: float) -> float:
     Spread evenly, so that answers do not come in bursts.
     """
     return mean_s * (0.5 + (number * _GOLDEN) % 1.0)
+
+
+class Kind(Enum):
+    """What becomes of a request of the mixed soak."""
+
+    OK = "ok"
+    STREAM = "a stream"
+    FAILED = "500 from every upstream"
+    FAILED_ONCE = "500 from the first upstream"
+    RESET = "a reset from the first upstream, instead of an answer"
+    CUT = "a stream that its upstream breaks off"
+    ABORTED = "the client goes away before the answer"
+    ABORTED_STREAM = "the client goes away within the stream"
+
+    @property
+    def streams(self) -> bool:
+        return self in (Kind.STREAM, Kind.CUT, Kind.ABORTED_STREAM)
+
+
+_OFTEN = {
+    1: Kind.STREAM, 2: Kind.FAILED, 3: Kind.FAILED_ONCE, 4: Kind.ABORTED, 5: Kind.ABORTED_STREAM,
+}  # fmt: skip
+
+
+def kind_of(number: int) -> Kind:
+    """One in 50 of each; resets one in 500 and broken streams one in 10,000.
+
+    Each of these two may cost a replica up to 30 s out of rotation (``broadcast.fleet``), and a
+    fleet that has lost one connection after the other carries nothing. All are in the first 50.
+    """
+    round_, place = divmod(number, 50)
+    if place == 6 and not round_ % 10:
+        return Kind.RESET
+    if place == 7 and not round_ % 200:
+        return Kind.CUT
+    return _OFTEN.get(place, Kind.OK)
 
 
 # --- requests ------------------------------------------------------------------------------------

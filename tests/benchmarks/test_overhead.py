@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from benchmarks.httpd import Arrival, Reply, Server
 from benchmarks.overhead import __main__ as command
-from benchmarks.overhead import proxies, wire
+from benchmarks.overhead import proxies, soak, wire
 from benchmarks.overhead.load import Load, Session, Target
 from benchmarks.overhead.measure import Measured, measure, ratio
 from benchmarks.overhead.rows import ROWS, Row
@@ -194,3 +196,69 @@ def test_what_is_past_its_goal_is_missed() -> None:
     assert command.Result(row, [ours, *peers]).missed() == [
         "1000-in-flight: rollmux {'lost': 1} of 0: "
     ]
+
+
+# --- the soaks, with few requests -----------------------------------------------------------------
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+def test_mixed_requests_end_as_each_has_to_and_leave_nothing_in_flight(tmp_path: Path) -> None:
+    """All kinds are among the first 50 numbers. Who leaves may have been answered just before."""
+    verdict = soak.million(100, 50, 4, tmp_path, quiet)
+    found = verdict.found
+    assert found["wrong"] == {}, found
+    assert (found["sent"], found["failed"], found["cut"]) == (100, 2, 1)
+    assert found["good"] + found.get("left", 0) == 97
+    assert found["requests counted by the daemon"] == 100
+    at_rest = ("in flight by status", "held", "in flight by metrics")
+    assert [found[name] for name in at_rest] == [0, 0, 0]
+    assert len(found["memory MB"]) == 2
+
+
+def test_in_flight_soak_counts_answers_and_what_is_left(tmp_path: Path) -> None:
+    verdict = soak.in_flight(8, 16, tmp_path, quiet, delay_s=0.1)
+    found = verdict.found
+    assert (found["requests"], found["wrong"], found["sent twice to an upstream"]) == (16, {}, 0)
+    assert (found["in flight by status"], found["in flight by metrics"]) == (0, 0)
+    assert found["live failed"] == 0
+    assert not {line for line in verdict.missed if line.startswith(("answers", "left"))}
+
+
+def test_growth_compares_two_fleets(tmp_path: Path) -> None:
+    found = soak.growth((1, 3), 20, 1, tmp_path, quiet).found
+    assert len(found["CPU µs of 1-replicas"]) == len(found["CPU µs of 3-replicas"]) == 1
+
+
+def test_table_soak_compares_half_of_the_bound_with_all_of_it() -> None:
+    found = soak.table(2_000, 10, quiet).found
+    half, full = found["blocks at the start"]
+    assert half < 1_000 < full <= 2_000
+
+
+@pytest.mark.parametrize("status", [0, 3])
+async def test_what_is_left_in_flight_is_read_from_status_and_metrics(status: int) -> None:
+    """A leak is not overlooked: what stays until the deadline is returned."""
+    page = f'rollmux_replica_inflight{{replica="r0"}} {status}.0\nrollmux_replica_inflight_x 9\n'
+    shown = {"replicas": [{"inflight": status}], "held": 0}
+
+    async def answer(arrival: Arrival) -> Reply:
+        text = page.encode() if arrival.path == "/metrics" else json.dumps(shown).encode()
+        return Reply(200, text)
+
+    server = Server(answer)
+    await server.listen()
+    try:
+        left = await asyncio.to_thread(soak.left_in_flight, server.url, 0.2)
+    finally:
+        await server.close()
+    assert left == {"in flight by status": status, "held": 0, "in flight by metrics": status}
+
+
+def test_kinds_of_requests_are_as_frequent_as_their_page_says() -> None:
+    kinds = Counter(wire.kind_of(wire.NUMBERS + number) for number in range(10_000))
+    assert set(kinds) == set(wire.Kind)
+    assert {kinds[kind] for kind in wire.Kind} == {8_979, 200, 20, 1}
+    assert {wire.kind_of(wire.NUMBERS + number) for number in range(50)} == set(wire.Kind)
