@@ -9,7 +9,7 @@ from starlette.types import Receive
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from proxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, error_body
+from proxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, TooManyAtOnce, error_body
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 """A million token ids are 7 MB of JSON. Each body is kept whole until it is answered, and parsing
@@ -132,6 +132,8 @@ class Client:
 
     def answer(self, error: ProxyError) -> None:
         """The daemon's own answer, in vLLM's shape."""
+        if isinstance(error, TooManyAtOnce):
+            self.keep_alive = False  # this connection takes a descriptor as well
         self.reply(*error_body(error))
 
     def _head(self, status: int, headers: Headers) -> bytes:

@@ -226,6 +226,7 @@ class Daemon:
                 date_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=CLIENT_IDLE_S,
+                workers=1,  # else uvicorn reads WEB_CONCURRENCY, and dies of what is no number
                 timeout_graceful_shutdown=max(1, int(settings.drain_s)),
             )
         )

@@ -301,8 +301,6 @@ def error_body(error: ProxyError) -> tuple[int, list[tuple[bytes, bytes]], bytes
     if error.retry_after_s is not None:
         # A whole number is the form that every client understands; 0 would mean "at once".
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
-    if isinstance(error, TooManyAtOnce):
-        headers.append((b"connection", b"close"))  # the client's takes a descriptor as well
     if isinstance(error, Unauthorized):
         headers.append((b"www-authenticate", b"Bearer"))
     return error.status, headers, body

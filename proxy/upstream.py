@@ -30,6 +30,8 @@ NO_CONNECTION = f"no connection within {CONNECT_TIMEOUT_S:g} s"
 CONNECTING = 128
 """Connects to one replica at a time. A listener drops what its queue cannot hold (uvicorn's: 2048),
 and the kernel tries again only after 1, 3 and 7 s: thousands at once would not all get through."""
+DESCRIPTOR_LOOKS, DESCRIPTOR_LOOK_S = 20, 0.1
+"""A burst may take all descriptors for clients; most of them are refused and give theirs back."""
 HEAD_LIMIT_BYTES = 256 * 1024
 """Past it a reply's header block is malformed. Seen from real edges: 40 kB."""
 WHOLE_LIMIT_BYTES = 64 * 1024 * 1024
@@ -442,19 +444,12 @@ class Upstream:
         self._sweep = loop.call_later(IDLE_S / 2, self._sweep_idle) if kept else None
 
     async def _connect(self) -> _Connection:
-        loop = asyncio.get_running_loop()
         breaks, timeouts = self._breaks, self._timeouts
         try:
             async with self._connecting, asyncio.timeout(CONNECT_TIMEOUT_S):
                 if self._timeouts != timeouts:  # it has waited for that already
                     raise UpstreamBroken(Cause.UNREACHABLE, NO_CONNECTION)
-                transport, connection = await loop.create_connection(
-                    lambda: _Connection(self),
-                    self.host,
-                    self.port,
-                    ssl=self._context,
-                    server_hostname=self.host if self._context else None,
-                )
+                transport, connection = await self._open(DESCRIPTOR_LOOKS)
         except TimeoutError as exc:
             self._timeouts += 1
             raise UpstreamBroken(Cause.UNREACHABLE, NO_CONNECTION) from exc
@@ -470,6 +465,24 @@ class Upstream:
             raise UpstreamBroken(Cause.RESET, "given up while connecting")
         _keep_alive(transport.get_extra_info("socket"))
         return connection
+
+    async def _open(self, looks: int) -> tuple[asyncio.Transport, _Connection]:
+        """A new connection. Where no descriptor is left it looks again, ``looks`` times in all."""
+        loop = asyncio.get_running_loop()
+        while True:
+            looks -= 1
+            try:
+                return await loop.create_connection(
+                    lambda: _Connection(self),
+                    self.host,
+                    self.port,
+                    ssl=self._context,
+                    server_hostname=self.host if self._context else None,
+                )
+            except OSError as exc:
+                if exc.errno not in USED_UP or not looks:
+                    raise
+            await asyncio.sleep(DESCRIPTOR_LOOK_S)
 
 
 def _keep_alive(sock: socket.socket | None) -> None:
