@@ -13,7 +13,7 @@ import sys
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
@@ -311,12 +311,18 @@ def sweep(parsed: argparse.Namespace, trace: Trace) -> list[Options]:
 
 def label(router: str, options: Options, points: Sequence[Options]) -> str:
     """What tells one point of a sweep from the others."""
-    parts = [
-        f"{words} {getattr(options, name):,}"
-        for name, words in SWEPT.items()
-        if len({getattr(point, name) for point in points}) > 1
+    return ", ".join([*apart(asdict(options), [asdict(each) for each in points], SWEPT), router])
+
+
+def apart(
+    point: Mapping[str, object], points: Sequence[Mapping[str, object]], words: Mapping[str, str]
+) -> list[str]:
+    """The values of a point that are not the same in all, after their words."""
+    return [
+        f"{word} {point[name]:,}"
+        for name, word in words.items()
+        if len({each[name] for each in points}) > 1
     ]
-    return ", ".join([*parts, router])
 
 
 def opened(parsed: argparse.Namespace) -> tuple[Trace, list[Request]]:

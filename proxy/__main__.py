@@ -211,14 +211,30 @@ def _demo(parsed: argparse.Namespace) -> int:
     return demo(parsed)
 
 
+TRAINER_LOOP = (
+    "samples_per_step", "queue", "sync_every", "sync_s", "max_staleness", "steps", "pause",
+)  # fmt: skip
+"""Options of replay that say something of a trainer."""
+
+
 def _replay(parsed: argparse.Namespace) -> int:
     if parsed.url is not None:
+        for name in ("trainer_step_s", *TRAINER_LOOP):
+            if getattr(parsed, name) is not None:
+                raise SettingsError(f"--{name.replace('_', '-')}: is simulated, not sent to --url")
         from benchmarks.replay_http import main as replay_http
 
         return replay_http(parsed)
     for name in ("speed", "model", "replica_metrics", "api_key_env"):
         if getattr(parsed, name) is not None:
             raise SettingsError(f"--{name.replace('_', '-')}: goes with --url only")
+    if parsed.trainer_step_s is not None:
+        from benchmarks.what_if import main as what_if
+
+        return what_if(parsed)
+    for name in TRAINER_LOOP:
+        if getattr(parsed, name) is not None:
+            raise SettingsError(f"--{name.replace('_', '-')}: goes with --trainer-step-s only")
     from benchmarks.replay import main as replay
 
     return replay(parsed)
@@ -404,6 +420,62 @@ def parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
         default=0,
         help="of what a policy draws at random, and of the prompts sent to --url (default: "
         "%(default)d)",
+    )
+    replay.add_argument(
+        "--trainer-step-s",
+        metavar="S[,S…]",
+        type=_several(_positive(float)),
+        default=None,
+        help="simulate the loop of a trainer that takes so many seconds for a step, forward, "
+        "backward and optimizer, and tell which side waits (default: none, no trainer)",
+    )
+    replay.add_argument(
+        "--samples-per-step",
+        metavar="N[,N…]",
+        type=_several(_positive(int)),
+        default=None,
+        help="of --trainer-step-s: rollouts that a step takes (no default, it is needed)",
+    )
+    replay.add_argument(
+        "--queue",
+        metavar="N[,N…]",
+        type=_several(_positive(int)),
+        default=None,
+        help="of --trainer-step-s: rollouts that its queue holds (default: 1024)",
+    )
+    replay.add_argument(
+        "--sync-every",
+        metavar="N[,N…]",
+        type=_several(_positive(int)),
+        default=None,
+        help="of --trainer-step-s: steps from one adapter to the next (default: 4)",
+    )
+    replay.add_argument(
+        "--sync-s",
+        metavar="S[,S…]",
+        type=_several(_positive(float, zero=True)),
+        default=None,
+        help="of --trainer-step-s: seconds from a pause to the end of its sync (default: 8.5)",
+    )
+    replay.add_argument(
+        "--max-staleness",
+        metavar="N[,N…]",
+        type=_several(_positive(int, zero=True)),
+        default=None,
+        help="of --trainer-step-s: rollouts older than so many adapters are dropped (default: 4)",
+    )
+    replay.add_argument(
+        "--steps",
+        metavar="N",
+        type=_positive(int),
+        default=None,
+        help="of --trainer-step-s: how many steps are simulated (default: 200)",
+    )
+    replay.add_argument(
+        "--pause",
+        choices=("eager", "lazy"),
+        default=None,
+        help="of --trainer-step-s: whether a sync stops generation (default: both, side by side)",
     )
     replay.add_argument(
         "--url",
