@@ -38,6 +38,7 @@ bench: $(READY) ## measurements, about three quarters of an hour
 	@$(PYTHON) -m benchmarks.publication
 	@$(PYTHON) -m benchmarks.syncs
 	@$(PYTHON) -m benchmarks.large_adapter
+	@$(PYTHON) -m benchmarks.published_runs
 	@$(PYTHON) -m benchmarks.scale
 	@$(PYTHON) -m benchmarks.overhead
 	@$(PYTHON) -m benchmarks.peers
