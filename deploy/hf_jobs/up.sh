@@ -4,7 +4,7 @@
 #
 #   RUN=first MODEL=Qwen/Qwen3-8B deploy/hf_jobs/up.sh python3 /lora/train.py --output_dir /lora/out
 #   EXTRA=--dry-run RUN=first MODEL=Qwen/Qwen3-8B deploy/hf_jobs/up.sh python3 /lora/train.py
-set -eu
+set -euf # f: words of EXTRA are no patterns
 
 if [ $# -eq 0 ]; then
   echo "usage: RUN=NAME MODEL=MODEL $0 COMMAND..." >&2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import shutil
@@ -236,7 +237,7 @@ def test_the_scripts_are_clean_to_shellcheck():
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ("up.sh", r"up --run r1 --model m .*--timeout 6h --dry-run --wait -- python a\ b"),
+        ("up.sh", r"up --run r1 --model m .*--timeout 6h --dry-run --env A=\* -- python a\ b"),
         ("watch.sh", r"status --run r1 \nlogs --run r1 --follow"),
         ("down.sh", r"down --run r1"),
     ],
@@ -245,13 +246,15 @@ def test_a_script_calls_the_command_line_and_wants_a_name(tmp_path, script, word
     rollmux = tmp_path / "rollmux"
     rollmux.write_text("#!/bin/sh\nshift 2\nprintf '%s ' \"$@\"\necho\n")
     rollmux.chmod(0o755)
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "EXTRA": "--dry-run --wait", "MODEL": "m"}
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "EXTRA": "--dry-run --env A=*", "MODEL": "m"}
+    (tmp_path / "A=b").touch()  # the shell could take the star for it
     call = [str(SCRIPTS / script), *(["python", "a b"] if script == "up.sh" else [])]
-    done = subprocess.run(call, env=env, capture_output=True, text=True, check=False)
+    run = functools.partial(
+        subprocess.run, call, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    done = run(env=env)
     assert done.returncode != 0
     assert "the name of the run" in done.stderr
-    done = subprocess.run(
-        call, env=env | {"RUN": "r1"}, capture_output=True, text=True, check=False
-    )
+    done = run(env=env | {"RUN": "r1"})
     assert done.returncode == 0, done.stderr
     assert re.search(words, done.stdout), done.stdout
