@@ -26,7 +26,6 @@ IDLE_S = 4.0
 RACE_S = 1.0
 """A reused connection lost within this time after sending was closed by its server while idle."""
 CONNECT_TIMEOUT_S = 10.0
-NO_CONNECTION = f"no connection within {CONNECT_TIMEOUT_S:g} s"
 CONNECTING = 128
 """Connects to one replica at a time. A listener drops what its queue cannot hold (uvicorn's: 2048),
 and the kernel tries again only after 1, 3 and 7 s: thousands at once would not all get through."""
@@ -448,11 +447,11 @@ class Upstream:
         try:
             async with self._connecting, asyncio.timeout(CONNECT_TIMEOUT_S):
                 if self._timeouts != timeouts:  # it has waited for that already
-                    raise UpstreamBroken(Cause.UNREACHABLE, NO_CONNECTION)
+                    raise _no_connection()
                 transport, connection = await self._open(DESCRIPTOR_LOOKS)
         except TimeoutError as exc:
             self._timeouts += 1
-            raise UpstreamBroken(Cause.UNREACHABLE, NO_CONNECTION) from exc
+            raise _no_connection() from exc
         except ConnectionRefusedError as exc:
             raise UpstreamBroken(Cause.REFUSED, "connection refused") from exc
         except (OSError, ssl.SSLError) as exc:
@@ -483,6 +482,10 @@ class Upstream:
                 if exc.errno not in USED_UP or not looks:
                     raise
             await asyncio.sleep(DESCRIPTOR_LOOK_S)
+
+
+def _no_connection() -> UpstreamBroken:
+    return UpstreamBroken(Cause.UNREACHABLE, f"no connection within {CONNECT_TIMEOUT_S:g} s")
 
 
 def _keep_alive(sock: socket.socket | None) -> None:

@@ -277,7 +277,7 @@ async def test_what_was_seen_before_ctrl_c_is_printed(tmp_path):
     assert child.returncode == 130
     assert b"Traceback" not in err
     (found,) = json.loads(out)["results"]
-    assert 8 <= found["requests"] < 400
+    assert 4 <= found["requests"] < 400  # the last four may still have been on their way
     assert found["unanswered"] == found["sent"] - found["requests"] <= 4
 
 

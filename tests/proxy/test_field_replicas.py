@@ -73,8 +73,8 @@ async def test_slow_answers_to_probes_alone_take_no_busy_replica_out(start, pair
 
 async def test_idle_replicas_with_slow_probes_are_never_all_taken_out(start, pair, monkeypatch):
     """O-21. Without a completion as a sign of life the last one stays, and both come back."""
-    monkeypatch.setattr(probes, "PROBE_TIMEOUT_S", 0.05)
     running = await start([r.url for r in pair], probe_s=0.02)
+    monkeypatch.setattr(probes, "PROBE_TIMEOUT_S", 0.05)
     fewest = 2
 
     def count(_: object) -> None:
@@ -223,11 +223,13 @@ async def test_after_connects_that_timed_out_everything_is_as_before(
     async with asyncio.TaskGroup() as group:
         for n in range(60):
             group.create_task(rollout(n))
-        await until(lambda: len(seen) > 60, within_s=15)
-        assert not replicas.routable()
-        assert all("no connection within 0.2 s" in r.last_error for r in replicas)
-        for queue in full:
-            queue.close()
+        try:
+            await until(lambda: len(seen) > 60, within_s=15)
+            assert not replicas.routable()
+            assert all("no connection within 0.2 s" in r.last_error for r in replicas)
+        finally:
+            for queue in full:
+                queue.close()
         for replica in pair:
             await replica.listen()
         recovered.set()
