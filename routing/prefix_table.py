@@ -104,6 +104,15 @@ class PrefixTable:
         epoch = self._by_model.get(model) or self._begin(model)
         number, bit, living, end = epoch.number, self.bit(replica), self._living, path.end
         blocks, get, renew = self._blocks, self._blocks.get, self._blocks.move_to_end
+        deepest = get(path.blocks[-1] if end is None else end)
+        if deepest is not None and deepest[0] == number and deepest[1] & bit:
+            # A prompt again, where it was: it is the replica's as a whole, and only younger now.
+            if end is not None:
+                renew(end)
+            for block in reversed(path.blocks):
+                renew(block)
+            self._make_room()
+            return
         added = 0
         next_block: BlockHash | None = None
         next_end: BlockHash | None = None

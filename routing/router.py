@@ -39,7 +39,7 @@ class ReplicaLoad(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one a request: frozen, it takes a microsecond more
 class RouteRequest:
     """One generation, as far as routing cares.
 
@@ -55,7 +55,7 @@ class RouteRequest:
     """Replicas that failed this request already."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # as RouteRequest
 class Decision:
     """The pick and its explanation. ``matched_blocks`` of ``total_blocks`` are on ``replica``."""
 
