@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+from itertools import chain
 from pathlib import Path
 
 import orjson
@@ -100,10 +101,7 @@ class App:
     def _refusal(
         self, method: str, path: str, headers: list[tuple[bytes, bytes]], *, open: bool = False
     ) -> ProxyError | None:
-        head_bytes = 0
-        for name, value in headers:
-            head_bytes += len(name) + len(value)
-        if head_bytes > HEAD_LIMIT_BYTES:
+        if (head_bytes := sum(map(len, chain.from_iterable(headers)))) > HEAD_LIMIT_BYTES:
             log.warning("%s %.200s: %d bytes of headers", method, path, head_bytes)
             return HeadersTooLarge(HEAD_LIMIT_BYTES)
         if self._key and not open:

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one a request: frozen, it takes a microsecond more
 class Generation:
     """``model`` is empty where the body names none: vLLM then serves its base model."""
 

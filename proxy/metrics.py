@@ -114,6 +114,30 @@ class Metrics:
         for reason in ("affinity", "spilled", "unmatched"):
             self.decisions.labels(reason)
         self._words: set[str] = {"affinity", "spilled", "unmatched"}
+        # What `labels` gives for the same words is the same each time, and 2 µs to look up: these
+        # are as many as there are samples on the page.
+        self._answers: dict[tuple[str, int], Counter] = {}
+        self._decisions: dict[str, Counter] = {}
+        self._upstreams: dict[str, Histogram] = {}
+
+    def answered(self, route: str, status: int) -> None:
+        """One generation was answered; 499 for a client that did not wait for it."""
+        found = self._answers.get((route, status))
+        if found is None:
+            found = self._answers[route, status] = self.requests.labels(route, str(status))
+        found.inc()
+
+    def routed(self, reason: str, replica: str, upstream_s: float) -> None:
+        """One generation has been on a replica, for so long."""
+        decision = self._decisions.get(self.word(reason))
+        if decision is None:
+            word = self.word(reason)
+            decision = self._decisions[word] = self.decisions.labels(word)
+        decision.inc()
+        upstream = self._upstreams.get(replica)
+        if upstream is None:
+            upstream = self._upstreams[replica] = self.upstream_seconds.labels(replica)
+        upstream.observe(upstream_s)
 
     def word(self, reason: str) -> str:
         """A decision's label: the policy's word, or ``other`` past ``MAX_WORDS`` of them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -19,6 +20,10 @@ from proxy.version import version
 from routing import registry
 
 log = logging.getLogger("rollmux")
+
+GARBAGE_OBJECTS = 10_000
+"""New objects between two looks for cycles. At Python's own 700 the looks took 4.8 % of the CPU of
+short generations (py-spy, 135 tokens and 2 kB), and found next to nothing."""
 
 
 def serve(settings: Settings, secrets: Secrets, notes: Sequence[str]) -> int:
@@ -53,6 +58,8 @@ async def _live(settings: Settings, secrets: Secrets, listener: socket.socket) -
         len(daemon.replicas.fleet),
         daemon.replicas.router.name,
     )
+    gc.freeze()  # what is here now stays
+    gc.set_threshold(GARBAGE_OBJECTS)
     stopping = daemon.tasks.start(stop.wait(), "signals")
     try:
         await asyncio.wait((daemon.serving, stopping), return_when=asyncio.FIRST_COMPLETED)

@@ -72,8 +72,7 @@ class Status:
     def on_record(self, record: RequestRecord) -> None:
         """One generation has ended."""
         metrics = self._metrics
-        code = str(record.status or 499)
-        metrics.requests.labels(record.route, code).inc()
+        metrics.answered(record.route, record.status or 499)
         for replica, cause in record.failovers:
             metrics.failovers.labels(replica, cause).inc()
         if record.client_gone:
@@ -82,8 +81,7 @@ class Status:
                 self._gave_up(record)
         if record.decision:
             self._routed[record.decision] += 1
-            metrics.decisions.labels(metrics.word(record.decision)).inc()
-            metrics.upstream_seconds.labels(record.replica).observe(record.ended_s - record.sent_s)
+            metrics.routed(record.decision, record.replica, record.ended_s - record.sent_s)
             if record.attempts == 1:
                 metrics.overhead_seconds.observe(record.sent_s - record.received_s)
 
