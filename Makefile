@@ -40,6 +40,7 @@ bench: $(READY) ## measurements, about three quarters of an hour
 	@$(PYTHON) -m benchmarks.large_adapter
 	@$(PYTHON) -m benchmarks.published_runs
 	@$(PYTHON) -m benchmarks.scale
+	@$(PYTHON) -m benchmarks.overhead.soak
 	@$(PYTHON) -m benchmarks.overhead
 	@$(PYTHON) -m benchmarks.peers
 

@@ -2,14 +2,16 @@
 
 Run ``python -m benchmarks.overhead``. For each row of traffic it starts fixed-answer upstreams and
 a load generator on one core and, on the other, one after the other: nothing (``direct``), a minimal
-proxy of aiohttp on both sides, vllm-router, and the daemon. Read: CPU per request of the proxy, and
+proxy of aiohttp on both sides, vllm-router, and the daemon. Read: the proxy's CPU per request, and
 the ratios of the daemon's to that of its peers in the same round, of which the middle one counts.
-A row's requests/s are those of the busy phase, bounded by the slower of the two cores; latency is
-that of a calm phase with a 16th of the connections, or of the busy one where the upstream takes its
-time, as the round trip without the upstream's own time; what is shown as added is the difference of
-its quantiles to those of ``direct``. Of a stream it is that of the first byte. Every answer is
-checked: status, length, and the number of the request it is for. The exit code is 1 if an answer of
-the daemon's was wrong, lost or doubled, or a ratio is past its goal.
+What a proxy spends when idle is a part of it, the larger the fewer requests a second there are, so
+that a machine with other work makes it look larger. A row's requests/s are those of the busy phase,
+bounded by the slower of the two cores; latency is that of a calm phase with a 16th of the
+connections, or of the busy one where the upstream takes its time, as the round trip without the
+upstream's own time; what is shown as added is the difference of its quantiles to those of
+``direct``. Of a stream it is that of the first byte. Every answer is checked: status, length, and
+the number of the request it is for. The exit code is 1 if an answer of the daemon's was wrong, lost
+or doubled, or a ratio is past its goal.
 """
 
 from __future__ import annotations
@@ -69,8 +71,8 @@ class Result:
 
 def table(results: Sequence[Result]) -> str:
     lines = [
-        " row              proxy        req/s   added p50 ms   p99 ms   CPU µs/req     MB  wrong"
-        "  rollmux/it"
+        " row              proxy        req/s   added p50 ms   p99 ms   CPU µs/req  idle ms/s"
+        "     MB  wrong  rollmux/it"
     ]
     for result in results:
         direct = next((m for m in result.measured if m.name == "direct" and m.per_s), None)

@@ -9,6 +9,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ CALM_PART = 16
 added to a round trip is the proxy's work on it."""
 DEADLINE_S = 120.0
 """Of a phase, besides the upstream's own time: a peer at its worst takes 20 ms for one request."""
+IDLE_S = 3.0
 WRONG = ("bad_status", "wrong_body", "lost", "doubled", "unanswered")
 
 
@@ -43,6 +45,8 @@ class Measured:
     """Round trip without the time at the upstream; in the calm phase where there is one."""
     memory_mb: float = 0.0
     """At its peak."""
+    idle_ms_per_s: float = 0.0
+    """CPU time when nothing is asked of it: probes of its replicas, say. ``cpu_us`` has it too."""
     requests: int = 0
     wrong: dict[str, int] = field(default_factory=dict)
     first_bad: str = ""
@@ -161,6 +165,11 @@ def measure(
             for proxy in running:
                 one_round(row, number, proxy, generator, found[proxy.name])
                 progress(f"{row.name}: round {number + 1}, {proxy.name}")
+        pids = {proxy.name: proxy.pid for proxy in running if proxy.pid}
+        before_s = {name: cpu_s(pid) for name, pid in pids.items()}
+        time.sleep(IDLE_S)
+        for name, pid in pids.items():
+            found[name].idle_ms_per_s = 1e3 * (cpu_s(pid) - before_s[name]) / IDLE_S
     return list(found.values())
 
 

@@ -309,7 +309,8 @@ def million(
                 phases.append(generator.hear())
                 left -= part
                 memory.append(memory_mb(proxy.pid))
-                say(f"mixed: {requests - left} of {requests}, {memory[-1]:.0f} MB")
+                bad = sum(phases[-1][kind] for kind in WRONG)
+                say(f"mixed: {requests - left} of {requests}, {memory[-1]:.0f} MB, {bad} wrong")
         at_rest = left_in_flight(proxy.urls[0])
         page = httpx.get(f"{proxy.urls[0]}/metrics", trust_env=False, timeout=30).text
     counted = re.findall(r"^rollmux_requests_total\{.*\} (\S+)$", page, re.M)

@@ -42,6 +42,7 @@ def test_every_request_of_every_proxy_is_answered(row: Row, tmp_path: Path) -> N
         assert one.requests == row.requests + calm
         assert len(one.cpu_us) == len(one.per_s) == 1
         assert (one.memory_mb > 0) == (one.name != "direct")
+        assert one.idle_ms_per_s < 1_000
 
 
 def test_a_peer_that_is_not_there_is_said_to_be_missing(
