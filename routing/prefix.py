@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 
-from routing.blocks import Path, path
+from routing.blocks import Path, Paths
 from routing.ids import ReplicaId
 from routing.least_loaded import Rotation, allowed
 from routing.prefix_table import Block, PrefixTable
@@ -59,9 +59,9 @@ class Prefix:
     def __init__(self, settings: RouterSettings) -> None:
         if settings.block_tokens < 1:
             raise ValueError(f"block_tokens is {settings.block_tokens}: it must be at least 1")
-        self._block_tokens = settings.block_tokens
         self._spill_threshold = settings.spill_threshold
-        self._max_path_blocks = min(_MAX_PATH_BLOCKS, settings.max_tracked_blocks)
+        max_path_blocks = min(_MAX_PATH_BLOCKS, settings.max_tracked_blocks)
+        self._paths = Paths(settings.block_tokens, max_path_blocks)
         self._table = PrefixTable(settings.max_tracked_blocks)
         self._rotation = Rotation(settings.seed)
         self._fleets: dict[int, _Fleet] = {}
@@ -82,7 +82,7 @@ class Prefix:
             fleet = _Fleet(allowed(request, candidates), self._table)
         if not fleet.candidates:
             return NoReplica()
-        trail = path(request.model, request.prompt, self._block_tokens, self._max_path_blocks)
+        trail = self._paths.of(request.model, request.prompt)
         known = self._table.look(request.model, trail)
         owners = _owners_of_own_part(known, trail, everyone) & fleet.all_bits
         loads = [candidate.inflight for candidate in fleet.candidates]

@@ -29,7 +29,7 @@ FOLDERS = {
 """Folder, and the folders it may import. ``trainer_entry`` knows the daemon as a command line."""
 
 THIRD_PARTY = {
-    "routing": {"blake3", "xxhash"},
+    "routing": {"blake3"},
     "broadcast": {"blake3"},
     "proxy": {
         "blake3", "httptools", "httpx", "orjson", "prometheus_client", "starlette", "uvicorn",

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from routing.blocks import DIGEST_BYTES, TEXT_BYTES_PER_TOKEN, chain, path, prompt_digest
+from routing import blocks
+from routing.blocks import (
+    DIGEST_BYTES,
+    TEXT_BYTES_PER_TOKEN,
+    Paths,
+    chain,
+    path,
+    prompt_digest,
+)
 
 SEEDS = ["m", "", "m ", "M", "é", "e\u0301", "trl-policy-v1", "trl-policy-v11", "\ud800"]
 block_sizes = st.integers(1, 20)
@@ -151,3 +159,19 @@ def test_prompt_digests_are_equal_exactly_when_prompts_are(
     same = type(left) is type(right) and left == right
     assert (prompt_digest("m", left) == prompt_digest("m", right)) == same
     assert prompt_digest("m", left) != prompt_digest("n", left)
+
+
+def test_kept_paths_are_those_of_the_prompts(monkeypatch) -> None:
+    monkeypatch.setattr(blocks, "KEPT_BLOCKS", 20)
+    paths = Paths(16, 4)
+    prompts: list = [list(range(n, n + n % 90)) for n in range(200)]
+    prompts += [[], b"", b"text" * 40, [1, "two"], list(range(20)), tuple(range(20))]
+    for model in ("m", "n"):
+        for prompt in [*prompts, *reversed(prompts)]:
+            expected = path(model, prompt, 16, 4)
+            for _ in range(2):
+                assert paths.of(model, prompt) == expected
+            assert paths._kept_blocks <= 20
+    first = paths.of("m", prompts[40])
+    assert paths.of("m", prompts[40]) is first
+    assert sum(len(p.blocks) + 1 for p in paths._kept.values()) == paths._kept_blocks
