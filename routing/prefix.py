@@ -47,8 +47,9 @@ _GROUP = 8
 """Rollouts that a replica may be behind before new prompts make up for it: TRL's num_generations.
 docs/routing.md has its figures, and those of other values."""
 
-_HARDLY = 2
-"""Rollouts that a replica may be busier than the least loaded one, to be sent what it is behind."""
+_HARDLY = 1
+"""Rollouts that a replica may be busier than the least loaded one, to be sent what it is behind. Of
+many replicas the least loaded one is far below the mean: with 2, groups placed so soon spill."""
 
 
 class Prefix:
