@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.trace import read
 from tests.e2e import environment
 from tests.e2e.conftest import RealParts, prometheus_running, prometheus_values
 from tests.e2e.main_job import (
@@ -27,6 +29,7 @@ from tests.e2e.processes import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 STEPS, PUBLICATIONS = 12, 7
+BLOCK = 16  # the replicas' --block-size
 # Rollouts with other weights reached the trainer. Or the daemon saw it first and put the replica
 # out of rotation, which then lists, or has served, less than the other.
 RED = "served with other weights than their name says|they list|one replica served nothing"
@@ -38,6 +41,10 @@ class Scraped:
     load_retries: list[float]
 
 
+def recording_of(directory: Path) -> Path:
+    return directory / "trace.jsonl"
+
+
 @pytest.fixture(scope="module")
 def finished(
     real_parts: RealParts, replicas: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
@@ -46,7 +53,8 @@ def finished(
     directory = tmp_path_factory.mktemp("job")
     port = free_port()
     with prometheus_running(real_parts, f"127.0.0.1:{port}", directory) as prometheus:
-        run = run_job(real_parts, replicas, directory, port=port)
+        record = ("--record", str(recording_of(directory)))
+        run = run_job(real_parts, replicas, directory, port=port, options=record)
         # The daemon is gone by now; the server still has what it scraped.
         affinity = 'rollmux_routing_decisions_total{decision="affinity"}[10m]'
         scraped = Scraped(
@@ -68,6 +76,24 @@ def test_prometheus_scrapes_affinity_and_load_retries(finished: tuple[Run, Scrap
     assert len(scraped.affinity) == 1
     assert scraped.affinity[0] > 0
     assert len(scraped.load_retries) == 2, "one series per replica"
+
+
+def test_the_recording_has_every_rollout_and_every_publication(
+    finished: tuple[Run, Scraped],
+) -> None:
+    run, _ = finished
+    trace = read(recording_of(run.output_dir.parent))
+    assert trace.faults == []
+    prompts = Counter(len(rollout.request["prompt"]) for rollout in run.rollouts)
+    assert Counter(request.prompt_tokens for request in trace.requests) == prompts
+    assert sum(request.output_tokens for request in trace.requests) == sum(
+        rollout.reply["usage"]["completion_tokens"] for rollout in run.rollouts
+    )
+    published = [event.model for event in trace.events if event.kind == "publish"]
+    assert published == [publication.name for publication in run.publications]
+    # One number for one beginning of a prompt, within a policy version.
+    sent = sorted((r.request["model"], *r.request["prompt"][:BLOCK]) for r in run.rollouts)
+    assert len({request.ids[0] for request in trace.requests}) == len(set(sent))
 
 
 def test_promtool_finds_nothing(finished: tuple[Run, Scraped], real_parts: RealParts) -> None:
