@@ -68,7 +68,7 @@ async def serving(
 def client(url: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         base_url=url,
-        timeout=30,
+        timeout=120,
         trust_env=False,
         verify=False,
         limits=httpx.Limits(max_connections=None),
