@@ -7,6 +7,7 @@ import gc
 import json
 import random
 import string
+import time
 from collections import Counter
 
 import httpx
@@ -146,3 +147,14 @@ async def test_nothing_of_a_request_is_kept_once_it_has_ended(start):
             if n > first[name] + 2 and name not in bounded
         }
         assert grown == {}
+
+
+async def test_a_loop_that_stood_still_is_seen_in_the_metrics(start):
+    """K14. Whatever holds it up: a timer that is due meanwhile is as late as that."""
+    async with ScriptedReplica() as replica:
+        running = await start([replica.url])
+        value = running.daemon.metrics.registry.get_sample_value
+        time.sleep(2.0)  # noqa: ASYNC251
+        # The timer runs every second, so it was due in the first of the two.
+        await until(lambda: (value("rollmux_event_loop_lag_seconds") or 0) >= 0.9)
+        assert "rollmux_event_loop_lag_seconds" in (await running.client.get("/metrics")).text
