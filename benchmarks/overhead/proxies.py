@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.daemon import environment
+from benchmarks.overhead import wire
 from benchmarks.overhead.process import free_port, started
 
 ROUTER_VERSION = "0.1.17"
@@ -65,7 +66,7 @@ def run(
 def _until_ready(name: str, url: str, child: subprocess.Popen[bytes], log: Path) -> None:
     """Until it says it is healthy and carries a generation."""
     deadline_s = time.monotonic() + START_S
-    body = {"model": "m", "prompt": [1], "seed": 10**18}
+    body = {"model": "m", "prompt": [1], "seed": wire.NUMBERS}
     with httpx.Client(trust_env=False, timeout=10) as client:
         while time.monotonic() < deadline_s and child.poll() is None:
             with contextlib.suppress(httpx.TransportError):

@@ -115,7 +115,7 @@ class Upstreams:
             if kind is Kind.RESET and first:
                 connection.reset()
                 return
-        delay_s = wire.delay_s(number, self.answers.delay_s)
+        delay_s = wire.delay_s(number, self.answers.delay_s) if number > wire.NUMBERS else 0.0
         came_s = time.monotonic()
         if delay_s:
             self.loop.call_later(delay_s, self._answer, connection, number, came_s)
@@ -126,7 +126,8 @@ class Upstreams:
         if connection.transport.is_closing():
             return
         start = wire.REPLY_START % (number, round(1e6 * (time.monotonic() - came_s)))
-        if self.answers.chunks and (not self.answers.mixed or wire.kind_of(number).streams):
+        streams = not self.answers.mixed or wire.kind_of(number).streams
+        if self.answers.chunks and streams and number > wire.NUMBERS:
             connection.transport.write(self.stream_head + wire.event(start))
             if self.answers.mixed and wire.kind_of(number) is Kind.CUT:
                 self.loop.call_later(self.answers.interval_s, connection.reset)

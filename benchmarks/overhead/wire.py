@@ -12,7 +12,8 @@ from enum import Enum
 from random import Random
 
 NUMBERS = 10**18
-"""Numbers start here: always 19 digits, within the 63 bits of a seed."""
+"""Numbers start past it: always 19 digits, within the 63 bits of a seed. A request with this one
+itself asks whether a proxy is ready, and is answered whole and at once."""
 _GOLDEN = 0.6180339887498949  # multiples of it, without their whole part, spread evenly over 0..1
 _SEED = re.compile(rb'"seed": ?(\d{19})')
 _TEMPLATE_TOKENS = 23

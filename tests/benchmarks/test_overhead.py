@@ -14,8 +14,10 @@ from benchmarks.httpd import Arrival, Reply, Server
 from benchmarks.overhead import __main__ as command
 from benchmarks.overhead import proxies, soak, wire
 from benchmarks.overhead.load import Load, Session, Target
-from benchmarks.overhead.measure import Measured, measure, ratio
+from benchmarks.overhead.measure import Measured, measure, ratio, upstreams
+from benchmarks.overhead.process import cores
 from benchmarks.overhead.rows import ROWS, Row
+from benchmarks.overhead.upstream import Answers
 
 # --- the whole of it, with few requests -----------------------------------------------------------
 
@@ -56,6 +58,17 @@ def test_a_peer_that_is_not_there_is_said_to_be_missing(
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["proxies"][0]["requests"] == 28
     assert row["ratios"] == {"aiohttp": None, "vllm-router": None}
+
+
+def test_a_proxy_is_ready_before_the_first_slow_answer_and_the_first_stream(tmp_path: Path) -> None:
+    """Its first generation is answered whole and at once, whatever the row's are."""
+    answers = Answers(delay_s=1_000.0, chunks=1_000, interval_s=1_000.0)
+    core, other = cores()
+    with (
+        upstreams(answers, 1, other) as urls,
+        proxies.run("rollmux", urls, core=core, ca_file="", router=None, log=tmp_path / "log"),
+    ):
+        pass
 
 
 def test_a_proxy_that_ends_at_once_is_told_with_its_last_words(tmp_path: Path) -> None:
