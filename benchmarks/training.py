@@ -143,8 +143,7 @@ class Simulation:
         self._loop = loop
         self._told = told
         self._fleet = Fleet(router, replicas, engine, self._replied)
-        self._groups = _groups(rollouts)
-        self._stride = 1 + max((max(each.ids) for each in rollouts if each.ids), default=0)
+        self._groups, self._ids = _groups(rollouts)
         # The clock of the processes; the fleet has its own.
         self._due: list[tuple[float, int, _Process]] = []
         self._order = count()
@@ -242,7 +241,7 @@ class Simulation:
                 for request in requests:
                     if version != self._version:
                         version = self._version
-                        ids = array("q", [version * self._stride + each for each in request.ids])
+                        ids = array("q", [version * self._ids + each for each in request.ids])
                     yield (
                         group,
                         Request(
@@ -367,12 +366,17 @@ def _policy(version: int) -> str:
     return f"policy-v{version}"
 
 
-def _groups(rollouts: Sequence[Request]) -> list[list[Request]]:
-    """Requests of a trace by group, groups by their first request."""
+def _groups(rollouts: Sequence[Request]) -> tuple[list[list[Request]], int]:
+    """Requests of a trace by group, groups by their first request; and how many ids there are.
+
+    Ids are numbered anew, from 0: a trace's may be of any size.
+    """
     groups: dict[int, list[Request]] = {}
-    for number, request in zip(ideal.groups(rollouts), rollouts, strict=True):
-        replies = groups.setdefault(number, [])
+    numbers: dict[int, int] = {}
+    for group, request in zip(ideal.groups(rollouts), rollouts, strict=True):
+        ids = array("q", [numbers.setdefault(each, len(numbers)) for each in request.ids])
+        replies = groups.setdefault(group, [])
         for each in range(request.n):
             tokens = max(1, (request.output_tokens + request.n - 1 - each) // request.n)
-            replies.append(Request(0.0, request.prompt_tokens, tokens, request.ids))
-    return list(groups.values())
+            replies.append(Request(0.0, request.prompt_tokens, tokens, ids))
+    return list(groups.values()), len(numbers)

@@ -127,6 +127,14 @@ def test_a_request_for_n_replies_is_n_samples():
     assert found.tokens_per_second * found.seconds / found.samples == pytest.approx(71, rel=0.1)
 
 
+def test_ids_may_be_of_any_size():
+    def cached(*ids: int) -> float:
+        requests = [Request(0.0, 40, 8, array("q", [each, each - 1])) for each in ids]
+        return run(replace(FAST, inflight=8, samples_per_step=8, steps=8), requests).cached_share
+
+    assert cached(2**62, -(2**62), 7) == cached(1, 3, 5)
+
+
 def test_progress_is_told_step_by_step():
     told: list[int] = []
     router = registry.load("prefix", RouterSettings(ROUTER_BLOCK_TOKENS, 8, 500_000, 0))
