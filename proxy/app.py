@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hmac
 import logging
+from collections.abc import Coroutine
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import orjson
 from starlette.applications import Starlette
@@ -90,20 +92,31 @@ class App:
         else:
             await self._rest(scope, receive, send)
 
-    async def generation(self, client: Client) -> None:
-        """Carry one generation to its end."""
-        refusal = self._refusal("POST", client.route, client.headers)
-        if refusal is not None:
-            client.answer(refusal)
-        else:
-            await self._generations(client)
+    def generation(self, client: Client) -> Coroutine[Any, Any, None] | None:
+        """Carries one generation to its end; None if it was refused, which is answered already."""
+        refusal = self._refusal(
+            "POST", client.route, client.headers, few=client.head_bytes <= HEAD_LIMIT_BYTES
+        )
+        if refusal is None:
+            return self._generations(client)
+        client.answer(refusal)
+        return None
 
     def _refusal(
-        self, method: str, path: str, headers: list[tuple[bytes, bytes]], *, open: bool = False
+        self,
+        method: str,
+        path: str,
+        headers: list[tuple[bytes, bytes]],
+        *,
+        open: bool = False,
+        few: bool = False,
     ) -> ProxyError | None:
-        if (head_bytes := sum(map(len, chain.from_iterable(headers)))) > HEAD_LIMIT_BYTES:
-            log.warning("%s %.200s: %d bytes of headers", method, path, head_bytes)
-            return HeadersTooLarge(HEAD_LIMIT_BYTES)
+        """``few``: the headers are known to be within their bound."""
+        if not few:
+            head_bytes = sum(map(len, chain.from_iterable(headers)))
+            if head_bytes > HEAD_LIMIT_BYTES:
+                log.warning("%s %.200s: %d bytes of headers", method, path, head_bytes)
+                return HeadersTooLarge(HEAD_LIMIT_BYTES)
         if self._key and not open:
             sent = next((v for k, v in headers if k == b"authorization"), b"")
             if not hmac.compare_digest(sent, self._key):

@@ -30,7 +30,7 @@ class Client:
 
     __slots__ = (
         "_carrying", "_chunked", "_expects_continue", "_flow", "_pieces", "_size", "_transport",
-        "_waiter", "_whole", "finished", "gone", "headers", "keep_alive", "route",
+        "_waiter", "_whole", "finished", "gone", "head_bytes", "headers", "keep_alive", "route",
         "started", "target", "task",
     )  # fmt: skip
 
@@ -44,6 +44,7 @@ class Client:
         *,
         keep_alive: bool = True,
         expects_continue: bool = False,
+        head_bytes: int = 0,
     ) -> None:
         self.route = route
         """The path it is for."""
@@ -51,6 +52,8 @@ class Client:
         """Path and query as they came."""
         self.headers = headers
         """Names in lower case."""
+        self.head_bytes = head_bytes
+        """Of its head, at most: some of its body may be among them."""
         self.keep_alive = keep_alive
         self.task: asyncio.Task[None] | None = None
         self.started = False

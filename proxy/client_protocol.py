@@ -25,8 +25,8 @@ HEAD_LIMIT_BYTES = 1024 * 1024
 """Past it a head that has no end yet is not read on. A whole one is held against a lower bound
 (``app.HEAD_LIMIT_BYTES``), so that whoever is a little over it gets to read why."""
 
-Carry = Callable[[Client], Coroutine[Any, Any, None]]
-"""Carries one generation to its end. What it raises is a bug, or the daemon's end."""
+Carry = Callable[[Client], Coroutine[Any, Any, None] | None]
+"""Carries one generation to its end, or has answered it. What it raises is the daemon's end."""
 
 
 class _Ahead(Exception):
@@ -44,6 +44,8 @@ class ClientProtocol(HttpToolsProtocol):
     _ahead = False
     _in_head = True
     _head_bytes = 0
+    """Of the head in hand, at most: what came in one piece with it may be among them."""
+    _piece_bytes = 0
     _generation: Client | None = None
     _idle_since_s = 0.0
 
@@ -56,6 +58,7 @@ class ClientProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._ahead:
             return  # read all the same: the end of the connection comes behind it
+        self._piece_bytes = len(data)
         if self._in_head:
             self._head_bytes += len(data)
         super().data_received(data)
@@ -93,7 +96,7 @@ class ClientProtocol(HttpToolsProtocol):
             raise _Ahead
         self._generation = None
         self._in_head = True
-        self._head_bytes = 0
+        self._head_bytes = self._piece_bytes
         self._idle_since_s = self.loop.time()
         self.url = b""
         self.headers = []
@@ -115,6 +118,7 @@ class ClientProtocol(HttpToolsProtocol):
                     keep_alive=self.parser.get_http_version() != "1.0"
                     and self.parser.should_keep_alive(),
                     expects_continue=self.expect_100_continue,
+                    head_bytes=self._head_bytes,
                 )
                 return
         url, headers, expects_continue = self.url, self.headers, self.expect_100_continue
@@ -146,19 +150,26 @@ class ClientProtocol(HttpToolsProtocol):
                 self._start(generation)
 
     def _start(self, generation: Client) -> None:
-        task = self.loop.create_task(self._run(generation))
+        carried = self._carry(generation)
+        if carried is None:
+            self._ended(generation)
+            return
+        task = self.loop.create_task(self._run(generation, carried))
         generation.task = task
         self.tasks.add(task)
 
-    async def _run(self, generation: Client) -> None:
+    async def _run(self, generation: Client, carried: Coroutine[Any, Any, None]) -> None:
         try:
-            await self._carry(generation)
+            await carried
         finally:
             self.tasks.discard(cast("asyncio.Task[None]", generation.task))
-            if generation.finished and generation.keep_alive:
-                self.on_response_complete()
-            else:
-                self.transport.close()  # what has begun has no end then, which the client sees
+            self._ended(generation)
+
+    def _ended(self, generation: Client) -> None:
+        if generation.finished and generation.keep_alive:
+            self.on_response_complete()
+        else:
+            self.transport.close()  # what has begun has no end then, which the client sees
 
     # Between requests
 

@@ -88,9 +88,12 @@ class PrefixTable:
         epoch = self._by_model.get(model)
         if epoch is None:
             return []
-        number, get = epoch.number, self._blocks.get
+        number, blocks, get = epoch.number, self._blocks, self._blocks.get
+        whole = path.blocks if path.end is None else [*path.blocks, path.end]
+        if whole and (deepest := get(whole[-1])) is not None and deepest[0] == number:
+            return list(map(blocks.__getitem__, whole))  # then so are all before it
         known = []
-        for block in chain(path.blocks, (path.end,) if path.end is not None else ()):
+        for block in whole:
             entry = get(block)
             if entry is None or entry[0] != number:
                 break
