@@ -95,9 +95,18 @@ def _is_page(body: bytes) -> bool:
     return body[:64].lstrip()[:1] == b"<"
 
 
+_FINISH_REASON = b'"finish_reason"'
+_VALUE_BYTES = 64
+"""The key, its value and whatever white space is between them."""
+
+
 def _aborted(body: bytes) -> bool:
     """vLLM 0.27.1 gives running requests ``finish_reason: "abort"`` at ``/pause?mode=abort``."""
-    if b'"abort"' not in body:
+    # Python finds a long word faster than a short one: twice as fast as `"abort"` in 100 kB.
+    at = body.find(_FINISH_REASON)
+    while at >= 0 and b'"abort"' not in body[at : at + _VALUE_BYTES]:
+        at = body.find(_FINISH_REASON, at + 1)
+    if at < 0:
         return False
     try:
         data = orjson.loads(body)

@@ -16,6 +16,8 @@ DEAD = VLLM % b"EngineCore encountered an issue. See stack trace (above) for the
         (200, b'{"choices":[{"finish_reason":"stop"}]}', Verdict.PASS),
         (200, b'{"choices":[{"finish_reason":"length"},{"finish_reason":"abort"}]}',
          Verdict.ABORTED),
+        (200, b'{"choices": [{"finish_reason":\n    "stop"}, {"finish_reason":\n      "abort"}]}',
+         Verdict.ABORTED),
         (200, b'{"choices":[{"text":"\\"abort\\""}]}', Verdict.PASS),
         (200, b'{"choices":[{"text":"a","finish_reason":"stop"}],"x":"abort"}', Verdict.PASS),
         (200, b'{"choices":"abort"', Verdict.PASS),
