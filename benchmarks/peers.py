@@ -2,10 +2,11 @@
 
 Run ``python -m benchmarks.peers``, with traces or made-up ones (``grpo:steps=20``) if others are
 wanted. For each policy it is sent by ``rollmux replay --url`` through a proxy that was just started
-to simulated replicas that were just started, each a process; columns take turns, ``--rounds``
-times. Read: shares and spread are what they are; seconds are the simulated replicas' own, which run
-``--faster`` times as fast as an H200 would, and are to be compared within one row only. A cell is
-the median of the rounds, and what is in brackets their least and most.
+to simulated replicas that were just started, each a process; all policies at once, ``--rounds``
+times. Read: shares and spread are what they are. Seconds are the simulated replicas' own, about
+those of an H200, and are to be compared within one row, if the machine keeps up: where requests
+were sent late, or ``--faster`` made it too fast, they tell of the machine. A cell is the median of
+the rounds, and what is in brackets their least and most.
 
 vllm-router is the peer that routes by cached prefixes too. It is installed once, outside the tree;
 ``--vllm-router PATH`` names one that is there.
@@ -35,8 +36,13 @@ from benchmarks.workloads import WorkloadError, make
 
 PEER = "vllm-router"
 OURS = ("prefix", "round-robin", "least-loaded")
-WORKLOADS = ("grpo:steps=12", "near-duplicates:steps=12", "agents:steps=4", "few-shot:steps=24")
-"""Half a minute each, at five times the speed."""
+WORKLOADS = (
+    "grpo:steps=8",
+    "near-duplicates:steps=8",
+    "agents:steps=1,inflight=32",
+    "few-shot:steps=8,inflight=64",
+)
+"""About 90 s each, at a pace that four columns of two replicas can keep on two cores."""
 START_S = 60.0
 CONTEXT_TOKENS = 1_000_000
 """Of the simulated replicas: no request is too long."""
@@ -60,6 +66,7 @@ ROWS: dict[str, tuple[str, Value]] = {
     "request, p90, s": (".2f", _percentile("request_s", "p90")),
     "group, p50, s": (".2f", _percentile("group_s", "p50")),
     "group, p90, s": (".2f", _percentile("group_s", "p90")),
+    "sent late by, p99, s": (".2f", _percentile("late_s", "p99")),
     "failed": (".0f", lambda found: float(sum(found["failures"].values()))),
 }
 
@@ -152,29 +159,29 @@ async def replayed(what: Sequence[str], url: str, urls: Sequence[str], seed: int
 async def measure(
     word: str, columns: Sequence[str], given: argparse.Namespace
 ) -> dict[str, list[Any]]:
-    """Results by column, one a round. Columns take turns, so that a busy minute hits all."""
+    """Results by column, one a round. All columns at once: what else the machine does hits all."""
     trace, what = opened(word)
     if inflight := given.inflight or trace.inflight:
         what += ["--inflight", str(inflight)]
     else:
         what += ["--speed", str(given.faster)]
+
+    async def run(column: str, log: Path) -> Any:
+        async with replicas(given.replicas, trace.block_tokens, given) as urls:
+            if column == PEER:
+                front = peer(given.vllm_router, urls, given.port, log)
+            else:
+                front = daemon(urls, log, ["--router", column])
+            async with front as url:
+                return await replayed(what, url, urls, given.seed)
+
     found: dict[str, list[Any]] = {column: [] for column in columns}
-    with tempfile.TemporaryDirectory() as scratch:
-        for turn in range(given.rounds * len(columns)):
-            column = columns[turn % len(columns)]
-            print(
-                f"{trace.name}, {column}: run {turn + 1} of {given.rounds * len(columns)}",
-                file=sys.stderr,
-                flush=True,
-            )
-            log = Path(scratch) / "proxy.log"
-            async with replicas(given.replicas, trace.block_tokens, given) as urls:
-                if column == PEER:
-                    front = peer(given.vllm_router, urls, given.port, log)
-                else:
-                    front = daemon(urls, log, ["--router", column])
-                async with front as url:
-                    found[column].append(await replayed(what, url, urls, given.seed))
+    for turn in range(given.rounds):
+        print(f"{trace.name}: round {turn + 1} of {given.rounds}", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory() as scratch:
+            runs = [run(column, Path(scratch) / f"{column}.log") for column in columns]
+            for column, result in zip(columns, await asyncio.gather(*runs), strict=True):
+                found[column].append(result)
     return found
 
 
@@ -207,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--router", action="append", help=f"of rollmux (default: {', '.join(OURS)})")
     add("--replicas", type=int, default=2, help="simulated (default: %(default)d)")
     add("--inflight", type=int, default=None, help="rollouts (default: the trace's, or its times)")
-    add("--faster", type=float, default=5.0, help="than an H200 (default: %(default)g times)")
+    add("--faster", type=float, default=1.0, help="than an H200 (default: %(default)g times)")
     add("--cache-tokens", type=int, default=2_000_000, help="of a replica (default: %(default)d)")
     add("--rounds", type=int, default=1, help="of each column (default: %(default)d)")
     add("--seed", type=int, default=0, help="of the prompts (default: %(default)d)")
