@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks import ideal, report_page
 from benchmarks.curves import Curves, Timeline
@@ -28,6 +29,9 @@ from proxy.settings import SettingsError
 from proxy.version import version
 from routing import registry
 from routing.router import Router, RouterSettings
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 WORDS = ("affinity", "spilled", "unmatched")
 PERCENTILES = ("p50", "p90", "p99")
@@ -221,10 +225,18 @@ def replay(
 
     :raises registry.RouterError: there is none.
     """
+    return Replay(trace, policy(router, options), options, told).run()
+
+
+def policy(router: str, options: Options) -> Router:
+    """The policy of that name (or ``module:factory``).
+
+    :raises registry.RouterError: there is none.
+    """
     settings = RouterSettings(
         ROUTER_BLOCK_TOKENS, options.spill_threshold, options.max_tracked_blocks, options.seed
     )
-    return Replay(trace, registry.load(router, settings), options, told).run()
+    return registry.load(router, settings)
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -275,12 +287,23 @@ def main(parsed: argparse.Namespace) -> int:
     report = _as_dict(trace, points, results, failed)
     head = heading(trace, points, results, failed)
     shown = rows(results) if len(points) == 1 else point_rows(results, points)
+    written = give(parsed, report, head, shown, shown)
+    return 1 if trace.faults or not written else 0
+
+
+def give(
+    parsed: argparse.Namespace,
+    report: Mapping[str, object],
+    head: str,
+    shown: report_page.Rows,
+    on_page: report_page.Rows,
+) -> bool:
+    """Print the report, and write its page if one was asked for; False if that failed."""
     if parsed.json:
         print(json.dumps(report, indent=2))
     else:
         print(head, table(shown), sep="\n\n")
-    written = report_page.write(parsed.html, report, head, shown)
-    return 1 if trace.faults or not written else 0
+    return report_page.write(parsed.html, report, head, on_page)
 
 
 SWEPT = {
@@ -366,7 +389,7 @@ def _as_dict(
     }
 
 
-def about(trace: Trace, points: Sequence[Options], failed: int) -> dict[str, object]:
+def about(trace: Trace, points: Sequence[DataclassInstance], failed: int) -> dict[str, object]:
     """What was replayed, for programs; of the options those that all points have."""
     first = asdict(points[0])
     return {

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import re
-import resource
 import ssl
 import sys
 from array import array
@@ -28,11 +26,19 @@ import orjson
 from benchmarks import ideal, report_page
 from benchmarks.curves import Curves, Timeline
 from benchmarks.prompts import Prompts
-from benchmarks.replay import PERCENTILES, WORDS, Percentiles, opened, percentiles, table
+from benchmarks.replay import (
+    PERCENTILES,
+    WORDS,
+    Percentiles,
+    about,
+    give,
+    opened,
+    percentiles,
+)
 from benchmarks.trace import Request, Trace
+from proxy import descriptors
 from proxy.settings import SettingsError, replica_url
 from proxy.upstream import Upstream, UpstreamBroken
-from proxy.version import version
 
 ASK_S = 10.0
 """For one call beside the replay: models, status, metrics."""
@@ -576,7 +582,7 @@ def main(parsed: argparse.Namespace) -> int:
     if trace.events:
         kinds = ", ".join(sorted({event.kind for event in trace.events}))
         print(f"{trace.name}: {len(trace.events):,} events ({kinds}) are not sent", file=sys.stderr)
-    _raise_file_limit()
+    descriptors.raise_to(MAX_OPEN + 100)  # one for each request in flight
     fleet = server.fleet()
     before = server.counters(fleet)
     replay = HttpReplay(
@@ -598,13 +604,10 @@ def main(parsed: argparse.Namespace) -> int:
     found = seen(trace, replay, requests, options, fleet, before, after)
     _tell(found, replay, len(requests))
     left_out = len(trace.requests) - len(requests)
-    report = _as_dict(trace, options, found, left_out)
+    report = about(trace, [options], left_out)
+    report["results"] = [asdict(found) | {"spread": found.spread}]
     head = heading(trace, options, found, left_out)
-    if parsed.json:
-        print(json.dumps(report, indent=2))
-    else:
-        print(head, table(rows(found)[1:]), sep="\n\n")
-    written = report_page.write(parsed.html, report, head, rows(found))
+    written = give(parsed, report, head, rows(found)[1:], rows(found))
     if interrupted:
         raise KeyboardInterrupt
     return 1 if trace.faults or found.failures or not written else 0
@@ -647,15 +650,6 @@ def _key(name: str | None) -> str:
     return key
 
 
-def _raise_file_limit() -> None:
-    """A descriptor for each request in flight."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN + 100
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
 def _tell(found: Seen, replay: HttpReplay, total: int) -> None:
     for error in replay.tally.errors:
         print(f"failed, {error}", file=sys.stderr)
@@ -672,16 +666,3 @@ def _tell(found: Seen, replay: HttpReplay, total: int) -> None:
             "sent: the share from cache is that of others' requests too",
             file=sys.stderr,
         )
-
-
-def _as_dict(trace: Trace, options: Options, found: Seen, left_out: int) -> dict[str, object]:
-    return {
-        "rollmux": version(),
-        "trace": trace.name,
-        "trace_blake3": trace.digest,
-        "block_size": trace.block_tokens,
-        "damaged_lines": len(trace.faults),
-        "failed_requests": left_out,
-        "options": asdict(options),
-        "results": [asdict(found) | {"spread": found.spread}],
-    }

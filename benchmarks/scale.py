@@ -17,11 +17,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from benchmarks.fleet import ROUTER_BLOCK_TOKENS
 from benchmarks.origin import line, origin
-from benchmarks.replay import Options, Replay, Result
+from benchmarks.replay import Options, Replay, Result, policy
 from benchmarks.workloads import Grpo
-from routing import registry
 from routing.ids import ReplicaId
 from routing.router import (
     Decision,
@@ -29,7 +27,6 @@ from routing.router import (
     ReplicaLoad,
     Router,
     RouteRequest,
-    RouterSettings,
 )
 
 GROUP = 8
@@ -114,10 +111,7 @@ def measure(options: Options, requests: int, router: str, seed: int) -> tuple[Sp
     )
     trace = workload.trace()
     made_s = time.process_time()
-    settings = RouterSettings(
-        ROUTER_BLOCK_TOKENS, options.spill_threshold, options.max_tracked_blocks, options.seed
-    )
-    timed, total = Timed(registry.load(router, settings)), len(trace.requests)
+    timed, total = Timed(policy(router, options)), len(trace.requests)
     result = Replay(trace, timed, options, _Progress(total)).run()
     ran_s = time.process_time() - made_s
     return Spent(

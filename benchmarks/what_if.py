@@ -7,20 +7,17 @@ sent, and under which policy, is the loop's (``benchmarks.training``).
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
 from benchmarks import report_page
-from benchmarks.fleet import ROUTER_BLOCK_TOKENS
-from benchmarks.replay import SWEPT, Options, Progress, about, apart, opened, sweep, table
+from benchmarks.replay import SWEPT, Options, Progress, about, apart, give, opened, policy, sweep
 from benchmarks.trace import Request, Trace
 from benchmarks.training import Loop, Simulation, Training
 from proxy.settings import SettingsError
 from routing import registry
-from routing.router import RouterSettings
 
 LOOP_SWEPT = {
     "step_s": "trainer step s",
@@ -83,11 +80,7 @@ def main(parsed: argparse.Namespace) -> int:
     report["results"] = [_as_dict(result) for result in results]
     head = _heading(trace, len(requests), failed, results)
     shown = _rows(results) if len(points) == 1 else _point_rows(results)
-    if parsed.json:
-        print(json.dumps(report, indent=2))
-    else:
-        print(head, table(shown), sep="\n\n")
-    written = report_page.write(parsed.html, report, head, shown)
+    written = give(parsed, report, head, shown, shown)
     return 1 if trace.faults or not written else 0
 
 
@@ -117,17 +110,14 @@ def _run(
     options: Options,
     loop: Loop,
 ) -> Training:
-    settings = RouterSettings(
-        ROUTER_BLOCK_TOKENS, options.spill_threshold, options.max_tracked_blocks, options.seed
-    )
     try:
-        policy = registry.load(router, settings)
+        chosen = policy(router, options)
     except registry.RouterError as exc:
         raise SettingsError(f"--router: {exc}") from exc
     progress = Progress(label, loop.steps, "steps")
     try:
         engine = options.engine(block_tokens)
-        return Simulation(requests, policy, options.replicas, engine, loop, progress).run()
+        return Simulation(requests, chosen, options.replicas, engine, loop, progress).run()
     finally:
         progress.done()
 

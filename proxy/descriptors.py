@@ -20,13 +20,19 @@ USED_UP = frozenset((errno.EMFILE, errno.ENFILE))
 """Why a connect fails that never left this machine."""
 
 
-def raise_limit() -> None:
-    """As many as we may have."""
+def raise_to(wanted: int) -> None:
+    """As many as ``wanted``, if we may have so many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(hard, WANTED) if hard != resource.RLIM_INFINITY else WANTED
-    if soft < wanted:
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(hard, wanted)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def raise_limit() -> None:
+    """As many as we may have, and a warning where they are few."""
+    raise_to(WANTED)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < ENOUGH:
         log.warning(

@@ -129,9 +129,9 @@ class Metrics:
 
     def routed(self, reason: str, replica: str, upstream_s: float) -> None:
         """One generation has been on a replica, for so long."""
-        decision = self._decisions.get(self.word(reason))
+        word = self.word(reason)
+        decision = self._decisions.get(word)
         if decision is None:
-            word = self.word(reason)
             decision = self._decisions[word] = self.decisions.labels(word)
         decision.inc()
         upstream = self._upstreams.get(replica)
