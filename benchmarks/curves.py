@@ -71,6 +71,10 @@ class _Steps:
             found.append(round(max(0.0, area / width_s), 2))
         return found
 
+    def widen(self, width_s: float) -> None:
+        """To bins of that width, which another one has."""
+        self._reach(BINS * width_s / 2)
+
     def _reach(self, at_s: float) -> None:
         while at_s >= BINS * self.width_s:
             pairs = [(number, number + 1) for number in range(0, BINS, 2)]
@@ -110,6 +114,10 @@ class Timeline:
         """All of it, with the seconds that requests and groups took, in any order."""
         assert self._origin_s is not None
         length_s = max(until_s - self._origin_s, SHORTEST_S)
+        # What ended later than all replies, a request that failed, has widened only one of them.
+        width_s = max(self._inflight.width_s, self._tokens.width_s)
+        for steps in (self._inflight, self._tokens):
+            steps.widen(width_s)
         inflight, tokens = self._inflight.means(length_s), self._tokens.means(length_s)
         return Curves(
             quantiles(request_s), quantiles(group_s), self._inflight.width_s, inflight, tokens

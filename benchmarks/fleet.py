@@ -135,13 +135,11 @@ class Fleet:
         running = Running(number, request, replica, self.now_s, request.n)
         blocks = request.ids[:whole]
         for each in range(request.n):
-            # The tokens of all replies, shared out: the first ones get what is left over.
-            output = max(1, (request.output_tokens + request.n - 1 - each) // request.n)
             job = Job(
                 f"{number}.{each}",
                 blocks,
                 request.prompt_tokens,
-                output,
+                request.reply_tokens(each),
                 self._adapters.get(request.model),
             )
             self._running[job.id] = running

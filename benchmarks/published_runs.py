@@ -15,17 +15,15 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import inf, log
 from statistics import NormalDist
 
 from benchmarks.engine import EngineConfig
-from benchmarks.fleet import ROUTER_BLOCK_TOKENS
+from benchmarks.replay import Options, policy
 from benchmarks.trace import Request
 from benchmarks.training import Loop, Simulation, Training
 from benchmarks.workloads import Grpo
-from routing import registry
-from routing.router import RouterSettings
 
 # --- the runs, as published -----------------------------------------------------------------------
 
@@ -121,7 +119,7 @@ def simulate(run: Run, *, lazy: bool = False, steps: int | None = None) -> Train
         max_staleness=MAX_STALENESS,
         steps=steps or run.steps,
     )
-    router = registry.load("prefix", RouterSettings(ROUTER_BLOCK_TOKENS, 8, 500_000, 0))
+    router = policy("prefix", Options())
     return Simulation(rollouts(run), router, run.replicas, engine, loop).run()
 
 
@@ -187,11 +185,9 @@ class Outcome:
             yield f"run {run.name}: staleness {found.staleness:.2f}, published: {run.staleness}"
 
 
-def third_replica_brings(steps: int | None = None) -> float:
-    """Share of tokens per second that run 3 has more of with three replicas."""
-    few = simulate(THIRD, steps=steps)
-    values = {**asdict(THIRD), "replicas": THIRD.replicas + 1}
-    many = simulate(Run(**values), steps=steps)
+def third_replica_brings(few: Training) -> float:
+    """Share of tokens per second that run 3, of which ``few`` came, has more of with another."""
+    many = simulate(replace(THIRD, replicas=THIRD.replicas + 1))
     return many.tokens_per_second / few.tokens_per_second - 1
 
 
@@ -244,7 +240,7 @@ def main() -> int:
             print(f"run {run.name} …", file=sys.stderr, flush=True)
             told_s = time.monotonic()
         outcomes.append(Outcome(run, simulate(run), simulate(run, lazy=True)))
-    third = third_replica_brings()
+    third = third_replica_brings(outcomes[RUNS.index(THIRD)].eager)
     outside = [what for outcome in outcomes for what in outcome.outside()]
     if third >= THIRD_REPLICA_BELOW:
         outside.append(f"a third replica brings {third:.1%}")

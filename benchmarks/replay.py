@@ -33,7 +33,6 @@ from routing.router import Router, RouterSettings
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-WORDS = ("affinity", "spilled", "unmatched")
 PERCENTILES = ("p50", "p90", "p99")
 TOLD_FAULTS = 20
 """Damaged lines told one by one; the rest is a number."""
@@ -453,7 +452,7 @@ def point_rows(results: Sequence[Result], points: Sequence[Options]) -> list[tup
 
 def rows(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
     """For people: a policy a column, its name in the first row."""
-    words = [*WORDS, *sorted({w for r in results for w in r.decisions} - set(WORDS))]
+    words = report_page.reasons(word for result in results for word in result.decisions)
     return [
         ("", [r.router for r in results]),
         ("prompt tokens from cache", [f"{r.cached_share:.1%}" for r in results]),

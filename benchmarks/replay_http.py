@@ -28,7 +28,6 @@ from benchmarks.curves import Curves, Timeline
 from benchmarks.prompts import Prompts
 from benchmarks.replay import (
     PERCENTILES,
-    WORDS,
     Percentiles,
     about,
     give,
@@ -475,7 +474,7 @@ def _group_seconds(requests: Sequence[Request], tally: _Tally) -> list[float]:
 
 def rows(found: Seen) -> list[tuple[str, list[str]]]:
     """For people. Rows that nobody told anything about are left out."""
-    words = [*WORDS, *sorted(set(found.decisions) - set(WORDS))] if found.decisions else []
+    words = report_page.reasons(found.decisions) if found.decisions else []
     share = found.cached_share
     cells = [
         ("prompt tokens from cache", f"{share:.1%}" if share is not None else ""),

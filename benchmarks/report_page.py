@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import accumulate, pairwise
@@ -78,6 +78,11 @@ def page(report: Mapping[str, Any], heading: str, rows: Rows) -> str:
         style_hash=hash_of("style", HTML),
         main="\n".join([*main, "</div>"]),
     )
+
+
+def reasons(seen: Iterable[str]) -> list[str]:
+    """The words of decisions that were seen, and those of the default policy before them."""
+    return [*FIRST, *sorted(set(seen) - set(FIRST))]
 
 
 def _what(report: Mapping[str, Any]) -> str:
@@ -166,7 +171,7 @@ def _sweeps(results: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> Itera
     figures = [_figures(result) for result in results]
     for option in swept:
         others = [name for name in swept if name != option]
-        for figure in figures[0]:
+        for figure in dict.fromkeys(each for found in figures for each in found):
             lines: dict[str, list[tuple[float, float]]] = {}
             for result, found in zip(results, figures, strict=True):
                 if figure in found:
@@ -272,7 +277,7 @@ def _bars(
 
 
 def _decisions(results: Sequence[Mapping[str, Any]]) -> str:
-    words = [*FIRST, *sorted({w for r in results for w in r["decisions"]} - set(FIRST))]
+    words = reasons(word for result in results for word in result["decisions"])
     bars: list[Bar] = []
     for result in results:
         found = result["decisions"]
@@ -334,7 +339,7 @@ def _lines(
     if not series:
         return ""
     right = max(at for _, points in series for at, _ in points) or 1.0
-    top = max(value for _, points in series for _, value in points) or 1.0
+    top = max(0.0, *(value for _, points in series for _, value in points)) or 1.0
     x_ticks, y_ticks = ticks(right), ticks(top)
     x_scale = (WIDTH - LEFT - RIGHT) / max(right, x_ticks[-1])
     y_scale = (HEIGHT - TOP - BOTTOM) / max(top, y_ticks[-1])

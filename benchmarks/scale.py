@@ -12,13 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from benchmarks.origin import line, origin
-from benchmarks.replay import Options, Replay, Result, policy
+from benchmarks.replay import Options, Progress, Replay, Result, policy
 from benchmarks.workloads import Grpo
 from routing.ids import ReplicaId
 from routing.router import (
@@ -30,7 +29,6 @@ from routing.router import (
 )
 
 GROUP = 8
-TELL_EVERY_S = 5.0
 LOOKS = 200
 """Readings of all loads that are timed."""
 
@@ -112,7 +110,9 @@ def measure(options: Options, requests: int, router: str, seed: int) -> tuple[Sp
     trace = workload.trace()
     made_s = time.process_time()
     timed, total = Timed(policy(router, options)), len(trace.requests)
-    result = Replay(trace, timed, options, _Progress(total)).run()
+    progress = Progress(router, total)
+    result = Replay(trace, timed, options, progress).run()
+    progress.done()
     ran_s = time.process_time() - made_s
     return Spent(
         made_s - began_s, timed.spent_s, _look_s(timed.candidates) * total, ran_s - timed.spent_s
@@ -127,19 +127,6 @@ def _look_s(candidates: Sequence[ReplicaLoad]) -> float:
         min([candidate.inflight for candidate in candidates])
         best = min(best, time.process_time() - begun_s)
     return best
-
-
-class _Progress:
-    """On standard error, every few seconds."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._next_s = time.monotonic() + TELL_EVERY_S
-
-    def __call__(self, sent: int) -> None:
-        if time.monotonic() >= self._next_s:
-            self._next_s = time.monotonic() + TELL_EVERY_S
-            print(f"{sent:,} of {self._total:,} requests", file=sys.stderr, flush=True)
 
 
 def main() -> None:

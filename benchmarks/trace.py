@@ -48,6 +48,10 @@ class Request:
     ok: bool = True
     """False for one that ended in an error, or without an answer."""
 
+    def reply_tokens(self, number: int) -> int:
+        """Of reply ``number``, from 0: those of all shared out, what is left over to the first."""
+        return max(1, (self.output_tokens + self.n - 1 - number) // self.n)
+
     def whole_blocks(self, block_tokens: int) -> int:
         """How many of ``ids`` stand for whole blocks."""
         return min(len(self.ids), self.prompt_tokens // block_tokens)

@@ -377,6 +377,5 @@ def _groups(rollouts: Sequence[Request]) -> tuple[list[list[Request]], int]:
         ids = array("q", [numbers.setdefault(each, len(numbers)) for each in request.ids])
         replies = groups.setdefault(group, [])
         for each in range(request.n):
-            tokens = max(1, (request.output_tokens + request.n - 1 - each) // request.n)
-            replies.append(Request(0.0, request.prompt_tokens, tokens, ids))
+            replies.append(Request(0.0, request.prompt_tokens, request.reply_tokens(each), ids))
     return list(groups.values()), len(numbers)

@@ -269,7 +269,7 @@ def parse(words: str) -> Workload:
         key, _, value = pair.partition("=")
         if key not in keys:
             raise WorkloadError(_unknown(f"key of {name}", key, keys))
-        low = 0 if key in ("seed", "tail_percent", "template", "shared", "tool_ms") else 1
+        low = 0 if key in ("seed", "tail_percent", "template", "shared") else 1
         if not value.isdecimal() or not low <= int(value) <= _MAX_VALUE:
             raise WorkloadError(
                 f"{name}: {key}={value}: must be a whole number from {low} to {_MAX_VALUE}"

@@ -590,10 +590,10 @@ def _positive(
 
 
 def _several(one: Callable[[str], float]) -> Callable[[str], list[float]]:
-    """Values with commas between them: each is tried."""
+    """Values with commas between them: each is tried, once."""
 
     def parse(text: str) -> list[float]:
-        return [one(value) for value in text.split(",")]
+        return list(dict.fromkeys(one(value) for value in text.split(",")))
 
     parse.__name__ = "number"
     return parse

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import resource
 import socket
 import statistics
 import subprocess
@@ -20,6 +19,7 @@ from benchmarks.overhead import proxies
 from benchmarks.overhead.process import cores, cpu_s, memory_mb, started
 from benchmarks.overhead.rows import Row
 from benchmarks.overhead.upstream import Answers
+from proxy import descriptors
 
 CALM_PART = 16
 """In the calm phase this part of the connections is busy: nothing waits behind others, and what is
@@ -126,9 +126,7 @@ def load(row: Row, core: int) -> Iterator[Load]:
 
 def raise_file_limit() -> None:
     """Children inherit it; 9,000 in flight take 18,000 in a proxy."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    descriptors.raise_to(descriptors.WANTED)
 
 
 def measure(

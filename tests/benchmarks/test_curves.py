@@ -64,6 +64,17 @@ def test_bins_are_the_means_of_what_was_in_flight_and_generated(spans):
         )
 
 
+def test_a_request_that_failed_after_all_replies_stretches_nothing():
+    timeline = Timeline()
+    timeline.inflight(0.0, 2)
+    timeline.tokens(0.0, 7.0, 700)
+    timeline.inflight(7.0, -1)
+    timeline.inflight(8.0, -1)
+    found = timeline.curves(7.0, [], [])
+    assert len(found.tokens_per_second) == len(found.inflight)
+    assert sum(found.tokens_per_second) * found.bin_s == pytest.approx(700)
+
+
 def test_a_reply_that_took_no_time_counts_too():
     timeline = Timeline()
     timeline.inflight(7.0, 1)

@@ -72,6 +72,14 @@ def test_a_sweep_has_a_page(tmp_path: Path, capsys):
     assert "prefix, lazy" in text
     assert "queue" in text
     assert "<svg" in text
+    assert "<h2>lazy saves, %" in text  # which the eager runs have not
+
+
+def test_a_value_given_twice_is_one_value(tmp_path: Path, capsys):
+    page = tmp_path / "page.html"
+    twice = ["--trainer-step-s", "1", "--queue", "64,64", "--html", str(page)]
+    assert main([*LOOP, *SHORT, *twice]) == 2
+    assert "give several values" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

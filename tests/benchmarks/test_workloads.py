@@ -140,6 +140,7 @@ def test_no_request_is_lost_and_no_block_is_cached_before_it_was_computed_once(
         ("grpo:steps=many", "whole number"),
         ("grpo:seed=", "whole number"),
         ("grpo:prompt=23", "template must be shorter than prompt"),
+        ("agents:tool_ms=0", "must be a whole number from 1 to"),
         ("near-duplicates:shared=600", "shared must be shorter"),
     ],
 )
