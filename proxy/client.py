@@ -105,18 +105,18 @@ class Client:
     def reply(self, status: int, headers: Headers, data: bytes) -> None:
         """The whole answer. ``headers`` have its length."""
         self.started = True
-        head = self._head(status, headers)
+        first = self._head(status, headers)
         self.finished = True
-        self._transport.writelines((head, data))
+        self._transport.writelines((first, data))
 
     def start(self, status: int, headers: Headers, *, length_known: bool) -> None:
         """The head of an answer in pieces, ``headers`` with its length if that is known."""
         self.started = True
         self._chunked = not length_known
-        head = self._head(status, headers)
+        first = self._head(status, headers)
         if self._chunked:
-            head = head[:-2] + b"transfer-encoding: chunked\r\n\r\n"
-        self._transport.write(head)
+            first = first[:-2] + b"transfer-encoding: chunked\r\n\r\n"
+        self._transport.write(first)
 
     async def write(self, data: bytes) -> None:
         """A piece of the answer, once the client has taken most of those before it."""
@@ -142,10 +142,7 @@ class Client:
     def _head(self, status: int, headers: Headers) -> bytes:
         if self._expects_continue and not self._whole:
             self.keep_alive = False  # it may send the body, or not
-        lines = [STATUS_LINE[status]]
-        lines += [b"%b: %b\r\n" % header for header in headers]
-        lines.append(b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
-        return b"".join(lines)
+        return head(status, headers, keep_alive=self.keep_alive)
 
     # Written by the connection
 
@@ -173,6 +170,14 @@ class Client:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def head(status: int, headers: Headers, *, keep_alive: bool) -> bytes:
+    """Status line and headers of an answer, as bytes."""
+    lines = [STATUS_LINE[status]]
+    lines += [b"%b: %b\r\n" % header for header in headers]
+    lines.append(b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
+    return b"".join(lines)
 
 
 async def body_of(receive: Receive, timeout_s: float) -> bytes:

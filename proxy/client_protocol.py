@@ -14,9 +14,9 @@ from typing import Any, cast
 from urllib.parse import unquote
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from proxy.client import Client
+from proxy.client import Client, head
 from proxy.errors import BadRequest, HeadersTooLarge, ProxyError, error_body
 
 log = logging.getLogger("rollmux")
@@ -63,7 +63,12 @@ class ClientProtocol(HttpToolsProtocol):
             self._head_bytes += len(data)
         super().data_received(data)
         generation = self._generation
-        if generation is not None and generation.task is None and not generation.finished:
+        if (
+            generation is not None
+            and generation.task is None
+            and not generation.finished
+            and not self.transport.is_closing()  # refused: what came was no request after all
+        ):
             self._start(generation)  # its body is still to come
         # A body that came along may be most of it; then the head is whole.
         if self._in_head and self._head_bytes > HEAD_LIMIT_BYTES:
@@ -101,6 +106,10 @@ class ClientProtocol(HttpToolsProtocol):
         self.url = b""
         self.headers = []
         self.expect_100_continue = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # else it is a trailer, which nobody reads (RFC 9110, 6.5.1)
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -219,7 +228,5 @@ class ClientProtocol(HttpToolsProtocol):
         status, headers, body = error_body(error)
         peer = ":".join(map(str, self.client)) if self.client else "a client"
         log.warning("%s answered %d %s: %s", peer, status, error.code, error)
-        lines = [STATUS_LINE[status], b"connection: close\r\n"]
-        lines += [b"%b: %b\r\n" % header for header in headers]
-        self.transport.write(b"".join((*lines, b"\r\n", body)))
+        self.transport.write(head(status, headers, keep_alive=False) + body)
         self.transport.close()

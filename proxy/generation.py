@@ -398,7 +398,7 @@ class Generations:
                 headers.append((b"content-length", b"%d" % len(data)))
             record.reply_bytes = len(data)
             if self._count_tokens and reply.status == 200:
-                record.count(of_whole(data))
+                record.count(of_whole(readable(reply.headers, data)))
             client.reply(reply.status, headers, data)
             return
         client.start(reply.status, headers, length_known=length_known)

@@ -223,14 +223,15 @@ class Publishing:
                 ledger.loaded(call.name)
             self._on_attempt(replica, outcome, seconds)
 
-        # The files go out while the replicas are asked what they list.
+        # The files go out while the replicas are asked what they list. Not those of a name that may
+        # be listed: until it is unloaded, a replica may have no room for both.
         tasks = Tasks(f"publish {call.name}")
         ahead = {
             r.id: tasks.start(
                 self._pushing.deliver(r.id, found.copy, found.path), f"push {r.id}", awaited=True
             )
             for r in targets
-            if r.id in self._pushing
+            if r.id in self._pushing and known is None and call.name not in self._used
         }
 
         async def deliver(replica: ReplicaId) -> str | Undelivered:

@@ -183,10 +183,12 @@ class Pushing:
         parcel = await self._parcel(copy)
         target = f"{ENDPOINT}/{quote(copy.name, safe='')}"
         at_once = parcel.content_bytes <= WHOLE_BYTES and replica not in parcel.sent_to
-        for _ in range(ROUNDS):
+        for _ in range(ROUNDS + at_once):
             if at_once:
                 at_once = False
                 answer = await self._send_whole(replica, target, parcel)
+                if isinstance(answer, Answer) and answer.status != 200:
+                    continue  # it may still take it file by file, and else says why
             else:
                 answer = await self._call(
                     replica, "POST", target, parcel.manifest, timeout_s=self._timeout_s

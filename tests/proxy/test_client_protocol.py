@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from benchmarks.httpd import Arrival, Reply
+from proxy.settings import Secrets
 from tests.proxy.conftest import DEADLINE_S
 from tests.proxy.scripted import OK, ScriptedReplica, Tap, event, until
 
@@ -107,6 +108,41 @@ async def test_a_client_that_asks_first_is_told_to_go_on(start):
             assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(BODY)
         assert (await answer_of(reader))[1] == OK
+        writer.close()
+
+
+@pytest.mark.parametrize("key", ["", "a-key"])
+async def test_a_body_that_is_no_http_is_answered_once_and_is_no_generation(start, key):
+    """Its head is whole and its body broken, in one piece; with a key it is refused twice over."""
+    async with ScriptedReplica() as replica:
+        running = await start([replica.url], secrets=Secrets(api_key=key or None))
+        reader, writer = await opened(running)
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        writer.write(head + b"ZZ\r\n")
+        async with asyncio.timeout(DEADLINE_S):
+            answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert answer.count(b"HTTP/1.1 4") == 1
+        assert not replica.generations
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        page = (await running.client.get("/metrics", headers=headers)).text
+        assert "rollmux_requests_total{" not in page
+        writer.close()
+
+
+async def test_what_comes_behind_a_body_is_no_header(start):
+    """RFC 9110, 6.5: trailers. One with a header's name must not take its place."""
+    async with ScriptedReplica() as replica:
+        running = await start([replica.url])
+        reader, writer = await opened(running)
+        lines = (b"host: x", b"transfer-encoding: chunked", b"x-request-id: real")
+        head = b"\r\n".join((b"POST /v1/completions HTTP/1.1", *lines, b"", b""))
+        chunk = b"%x\r\n%b\r\n" % (len(BODY), BODY)
+        writer.write(head + chunk + b"0\r\nx-request-id: late\r\nx-other: late\r\n\r\n")
+        assert (await answer_of(reader))[1] == OK
+        (sent,) = replica.generations
+        assert [v for k, v in sent.headers if k == "x-request-id"] == ["real"]
+        assert "x-other" not in dict(sent.headers)
         writer.close()
 
 

@@ -119,6 +119,27 @@ async def test_a_load_that_is_tried_again_does_not_send_the_files_again(pushing,
         assert pushes(a) == [("PUT", 1), ("POST", 1)]
 
 
+async def test_an_adapter_that_is_not_taken_in_one_call_goes_file_by_file(pushing, tmp_path):
+    """By an endpoint of before it, say. Where pushes are not required the shared path would do."""
+    async with pushed_to(tmp_path, 1) as (a,):
+        running = await pushing([a.url])
+        a.faults.add("*", method="PUT", status=405, body=b"{}", times=1)
+        assert (await load(running, 1, adapter(tmp_path, 1))).status_code == 200
+        assert pushes(a) == [("PUT", 1), ("POST", 1), ("PUT", 2), ("PUT", 2), ("POST", 1)]
+
+
+async def test_a_name_with_other_bytes_has_the_room_of_those_before_it(pushing, tmp_path):
+    """Files are sent once the name is unloaded: what is listed is not taken away for them."""
+    async with SimulatedReplica(push_key=KEY, push_root=tmp_path / "r", push_max_mb=1) as a:
+        running = await pushing([a.url], adapter_transport="push")
+        a.faults.add(UNLOAD, delay_s=0.3)
+        for seed in (1, 2):
+            path = write_adapter(tmp_path / f"trainer{seed}" / "trl-policy-v1", seed)
+            write(path / "notes", bytes(600_000))
+            assert (await load(running, 1, str(path))).status_code == 200
+        assert pushes(a) == [("PUT", 1), ("PUT", 1), ("DELETE", 1)]
+
+
 async def test_a_publication_that_breaks_off_sends_no_files_on(pushing, tmp_path, monkeypatch):
     sending = asyncio.Event()
 
