@@ -48,6 +48,7 @@ class Run:
     output: str = ""
     daemon_port: int = 0
     exchanges: list[Exchange] = field(default_factory=list)
+    unseen: list[Exchange] = field(default_factory=list)  # answered when the trainer was gone
     lost: list[tuple[str, str]] = field(default_factory=list)  # calls whose connection broke
     publications: list[Publication] = field(default_factory=list)
     daemon_metrics: str = ""  # at the last publication
@@ -146,7 +147,7 @@ def job_running(
     """
     daemon = f"http://127.0.0.1:{run.daemon_port}"
     with tapped(daemon, before_answer=before_answer) as tap:
-        run.exchanges, run.lost = tap.exchanges, tap.lost
+        run.exchanges, run.unseen, run.lost = tap.exchanges, tap.unseen, tap.lost
         command = [
             *(sys.executable, "-m", "proxy", "run", "--port", str(run.daemon_port), *options),
             *(part for url in replicas for part in ("--replica", url)),

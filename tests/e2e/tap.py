@@ -54,6 +54,7 @@ class Tap:
         before_answer: Callable[[Exchange], None] | None = None,
     ) -> None:
         self.exchanges: list[Exchange] = []
+        self.unseen: list[Exchange] = []  # answered when their caller was gone
         self.lost: list[tuple[str, str]] = []  # method and path of calls that got no answer
         self.faults: list[BaseException] = []  # of before_answer; to be raised by the test
         self.url = ""
@@ -89,8 +90,6 @@ class Tap:
                 send.__self__.transport.abort()
                 await asyncio.sleep(0)  # uvicorn learns of it in the loop's next turn
             return
-        if await request.is_disconnected():
-            return  # nobody saw this answer
         exchange = Exchange(
             request.method,
             scope["path"],
@@ -100,6 +99,9 @@ class Tap:
             parse(answer.content),
             answer.text,
         )
+        if await request.is_disconnected():
+            self.unseen.append(exchange)
+            return
         if self._before_answer:
             try:
                 await asyncio.to_thread(self._before_answer, exchange)
