@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from proxy.client import Client, head
 from proxy.errors import BadRequest, HeadersTooLarge, ProxyError, error_body
+from proxy.turns import Turns
 
 log = logging.getLogger("rollmux")
 
@@ -47,13 +48,16 @@ class ClientProtocol(HttpToolsProtocol):
     """Of the head in hand, at most: what came in one piece with it may be among them."""
     _piece_bytes = 0
     _generation: Client | None = None
+    _begun = False
+    """The generation is, or waits for its turn."""
     _idle_since_s = 0.0
 
-    def __init__(self, routed: dict[bytes, str], carry: Carry, **given: Any) -> None:
+    def __init__(self, routed: dict[bytes, str], carry: Carry, turns: Turns, **given: Any) -> None:
         """``routed``: the targets of generations, with the name of each as a route."""
         super().__init__(**given)
         self._routed = routed
         self._carry = carry
+        self._turns = turns
 
     def data_received(self, data: bytes) -> None:
         if self._ahead:
@@ -65,11 +69,11 @@ class ClientProtocol(HttpToolsProtocol):
         generation = self._generation
         if (
             generation is not None
-            and generation.task is None
+            and not self._begun
             and not generation.finished
             and not self.transport.is_closing()  # refused: what came was no request after all
         ):
-            self._start(generation)  # its body is still to come
+            self._begin(generation)  # its body is still to come
         # A body that came along may be most of it; then the head is whole.
         if self._in_head and self._head_bytes > HEAD_LIMIT_BYTES:
             self._refuse(HeadersTooLarge(HEAD_LIMIT_BYTES))
@@ -100,6 +104,7 @@ class ClientProtocol(HttpToolsProtocol):
             busy.keep_alive = False
             raise _Ahead
         self._generation = None
+        self._begun = False
         self._in_head = True
         self._head_bytes = self._piece_bytes
         self._idle_since_s = self.loop.time()
@@ -155,8 +160,12 @@ class ClientProtocol(HttpToolsProtocol):
             super().on_message_complete()
         elif not generation.finished:
             generation.on_whole()
-            if generation.task is None:
-                self._start(generation)
+            if not self._begun:
+                self._begin(generation)
+
+    def _begin(self, generation: Client) -> None:
+        self._begun = True
+        self._turns.begin(self._start, generation)
 
     def _start(self, generation: Client) -> None:
         carried = self._carry(generation)

@@ -46,6 +46,7 @@ from proxy.sources import Sources
 from proxy.status import Status
 from proxy.tasks import Tasks
 from proxy.tokens import Bearer
+from proxy.turns import Turns
 from proxy.version import version
 from routing import registry
 from routing.router import Router, RouterSettings
@@ -214,6 +215,7 @@ class Daemon:
                         ClientProtocol,
                         routed={path.encode(): path for path in ROUTED},
                         carry=self.app.generation,
+                        turns=Turns(),
                     ),
                 ),
                 ws="none",
