@@ -113,7 +113,8 @@ async def test_the_policies_before_are_served_while_one_replica_stays_blind(
         call = asyncio.ensure_future(load(running, policy(1), path))
         served = 0
         while not call.done():
-            assert (await running.complete(policy(0), [served])).status_code == 200
+            # Within the vocabulary, however many a fast machine gets through.
+            assert (await running.complete(policy(0), [served % 50])).status_code == 200
             served += 1
         assert served > 3
         assert (await call).status_code == 200
