@@ -15,7 +15,7 @@ stall the event loop for tens of milliseconds at each full collection.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from itertools import chain
 
@@ -121,8 +121,12 @@ class PrefixTable:
         next_end: BlockHash | None = None
         for block in chain((end,) if end is not None else (), reversed(path.blocks)):
             old = get(block)
-            if old is None or old[0] != number:
+            if old is None:
+                blocks[block] = (number, bit, next_block, next_end, False)  # the youngest by that
+                added += 1
+            elif old[0] != number:
                 blocks[block] = (number, bit, next_block, next_end, False)
+                renew(block)
                 added += 1
             else:
                 _, owners, first_block, first_end, parting = old
@@ -135,7 +139,7 @@ class PrefixTable:
                 new = (number, owners & living | bit, first_block, first_end, parting)
                 if new != old:
                     blocks[block] = new
-            renew(block)
+                renew(block)
             if block is end:
                 next_end = end
             else:
@@ -172,15 +176,17 @@ class PrefixTable:
 
     def _make_room(self) -> None:
         blocks = self._blocks
-        while len(blocks) > self._max_blocks:
-            _, (number, *_) = blocks.popitem(last=False)
-            epoch = self._by_number.get(number)
-            if epoch is None:
-                continue
-            self._tracked -= 1
-            epoch.blocks -= 1
-            if not epoch.blocks:
-                del self._by_number[number], self._by_model[epoch.model]
+        over = len(blocks) - self._max_blocks
+        if over > 0:
+            oldest = blocks.popitem
+            for number, gone in Counter([oldest(False)[1][0] for _ in range(over)]).items():
+                epoch = self._by_number.get(number)
+                if epoch is None:
+                    continue
+                self._tracked -= gone
+                epoch.blocks -= gone
+                if not epoch.blocks:
+                    del self._by_number[number], self._by_model[epoch.model]
         for _ in range(_SWEPT_PER_RECORD):
             if not blocks or blocks[next(iter(blocks))][0] in self._by_number:
                 break
