@@ -211,17 +211,27 @@ class Load:
         self.count.first_bad = self.count.first_bad or what
 
     async def run(
-        self, work: Iterable[tuple[int, bytes]], deadline_s: float, connections: int | None = None
+        self,
+        work: Iterable[tuple[int, bytes]],
+        deadline_s: float,
+        connections: int | None = None,
+        spread_s: float = 0.0,
     ) -> tuple[Count, float]:
-        """One phase on the connections that are there; the count, and the seconds it took."""
+        """One phase on the connections that are there; the count, and the seconds it took.
+
+        Connections begin within ``spread_s``, one after the other, not all at once.
+        """
         clients = await self._connected(connections or self._connections)
         self.count = Count()
         self._work = iter(work)
         self._done = self.loop.create_future()
         begun_s = time.monotonic()
-        for client in clients:
-            self._busy += 1
-            self.next(client)
+        self._busy = len(clients)
+        for index, client in enumerate(clients):
+            if spread_s:
+                self.loop.call_later(spread_s * index / len(clients), self.next, client)
+            else:
+                self.next(client)
         try:
             async with asyncio.timeout(deadline_s):
                 await self._done
@@ -359,7 +369,7 @@ async def session(first: dict[str, Any]) -> None:
         warm, _ = await load.run(made.warming(asked["in_flight"]), asked["deadline_s"])
         tell({"warm": warm.good, "first_bad": warm.first_bad})
         await lines.readline()  # the word to begin: the proxy's CPU time has been read
-        count, took_s = await load.run(work, asked["deadline_s"])
+        count, took_s = await load.run(work, asked["deadline_s"], spread_s=asked["spread_s"])
         tell(result(count, took_s))
         if asked["calm_requests"]:
             await lines.readline()

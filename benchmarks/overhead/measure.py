@@ -180,7 +180,7 @@ def one_round(row: Row, number: int, proxy: proxies.Proxy, generator: Load, into
         {
             "urls": list(proxy.urls), "ca": proxy.ca_file, "seed": number,
             "in_flight": row.in_flight, "requests": row.requests, "deadline_s": deadline_s,
-            "calm_in_flight": calm_in_flight,
+            "calm_in_flight": calm_in_flight, "spread_s": stream_s,
             "calm_requests": max(20, row.requests // 8) if calm_in_flight else 0,
         }
     )  # fmt: skip
