@@ -262,7 +262,9 @@ class HttpReplay:
         prompt = self._prompts.of(number, request)
         return b'%b,"prompt":%b}' % (orjson.dumps(fields)[:-1], prompt)
 
-    def _answered(self, number: int, headers: Mapping[bytes, bytes], text: bytes) -> None:
+    def _answered(
+        self, number: int, headers: Mapping[bytes, bytes], text: bytes | bytearray
+    ) -> None:
         tally = self.tally
         tally.answered += 1
         tally.failures_in_a_row = 0

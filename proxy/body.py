@@ -19,6 +19,8 @@ class Generation:
     weight: int
     """Rollouts the call asks for: prompts times ``n``."""
     stream: bool
+    single: bool = False
+    """It asks for one choice and no more."""
 
 
 class NotJson(ValueError):
@@ -43,16 +45,27 @@ def parse(body: bytes) -> Generation:
     model = data.get("model")
     prompt, prompts = _prompt(data)
     n = data.get("n", 1)
+    single = prompts == 1 and n == 1 and "prompt_embeds" not in data
     sampling = data.get("sampling_params")
     if isinstance(sampling, dict):  # of /inference/v1/generate
         n = sampling.get("n", n)
-    weight = prompts * n if isinstance(n, int) and not isinstance(n, bool) and n > 0 else prompts
+        single = single and n == 1
     return Generation(
         model=model if isinstance(model, str) else "",
         prompt=prompt,
-        weight=min(weight, MAX_WEIGHT),
+        weight=min(prompts * (n if type(n) is int and n > 0 else _count(n)), MAX_WEIGHT),
         stream=data.get("stream") is True,
+        single=single,
     )
+
+
+def _count(n: Any) -> int:
+    """What vLLM makes of an ``n`` that is no plain number: pydantic takes "2" and 2.0 for 2."""
+    try:
+        value = float(n) if isinstance(n, str | float) else 1.0
+    except ValueError:
+        return 1
+    return int(value) if value >= 1 and value.is_integer() else 1
 
 
 def _lenient(body: bytes) -> Any:

@@ -102,7 +102,7 @@ class Client:
 
     # The answer
 
-    def reply(self, status: int, headers: Headers, data: bytes) -> None:
+    def reply(self, status: int, headers: Headers, data: bytes | bytearray) -> None:
         """The whole answer. ``headers`` have its length."""
         self.started = True
         first = self._head(status, headers)
@@ -118,14 +118,17 @@ class Client:
             first = first[:-2] + b"transfer-encoding: chunked\r\n\r\n"
         self._transport.write(first)
 
-    async def write(self, data: bytes) -> None:
-        """A piece of the answer, once the client has taken most of those before it."""
-        if self._flow.write_paused:
-            await self._flow.drain()
+    def write(self, data: bytes | bytearray) -> bool:
+        """A piece of the answer. False: wait until ``drained`` before the next one."""
         if self._chunked:
             self._transport.writelines((b"%x\r\n" % len(data), data, b"\r\n"))
         else:
             self._transport.write(data)
+        return not self._flow.write_paused
+
+    async def drained(self) -> None:
+        """Until the client has taken most of what was written."""
+        await self._flow.drain()
 
     def finish(self) -> None:
         """The pieces were all."""
@@ -134,7 +137,9 @@ class Client:
             self._transport.write(b"0\r\n\r\n")
 
     def answer(self, error: ProxyError) -> None:
-        """The daemon's own answer, in vLLM's shape."""
+        """The daemon's own answer, in vLLM's shape, if somebody is there to get it."""
+        if self.gone:
+            return
         if isinstance(error, TooManyAtOnce):
             self.keep_alive = False  # this connection takes a descriptor as well
         self.reply(*error_body(error))

@@ -11,6 +11,7 @@ import ssl
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -82,7 +83,7 @@ class Daemon:
             min_replicas=settings.min_replicas,
             start_timeout_s=settings.start_timeout_s,
             stall_s=settings.stall_s,
-            now_s=asyncio.get_running_loop().time(),
+            now_s=monotonic(),
         )
         self.replicas = Replicas(
             fleet,
@@ -290,7 +291,7 @@ class Daemon:
             return None
         return Recorder(
             Path(settings.record),
-            now_s=asyncio.get_running_loop().time,
+            now_s=monotonic,
             router=settings.router,
             max_tracked_blocks=settings.max_tracked_blocks,
             metrics=self.metrics,

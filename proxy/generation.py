@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from time import monotonic
 
 import orjson
 
@@ -41,6 +42,8 @@ log = logging.getLogger("rollmux")
 
 MAX_TRIES = 2
 """A generation is sent at most twice: the trainer retries too, and retries multiply."""
+
+FREE = Suspicion.FREE  # an enumeration's members are dear to look up before Python 3.12
 
 QUIET_S = 5.0
 """Between two log lines about the same replica and cause; the metric counts every one."""
@@ -122,8 +125,7 @@ class Generations:
 
         What then is not finished for the client ends with its connection.
         """
-        now_s = asyncio.get_running_loop().time
-        record = RequestRecord(client.route, now_s())
+        record = RequestRecord(client.route, monotonic())
         try:
             await self._serve(client, record)
         except ClientGone:
@@ -146,7 +148,7 @@ class Generations:
                 client.reply(*bug_body())
         finally:
             record.client_gone = client.gone
-            record.ended_s = now_s()
+            record.ended_s = monotonic()
             self._on_record(record)
 
     async def _serve(self, client: Client, record: RequestRecord) -> None:
@@ -155,7 +157,7 @@ class Generations:
             generation = parse(body)
         except NotJson as exc:
             raise BadRequest(str(exc)) from None
-        record.received_s = asyncio.get_running_loop().time()
+        record.received_s = monotonic()
         record.model = generation.model
         record.weight = generation.weight
         record.body_bytes = len(body)
@@ -183,14 +185,14 @@ class Generations:
         while True:
             record.phase = "hold"
             try:
-                match replicas.suspicion(body):
-                    case Suspicion.REFUSED:
-                        raise SuspectRequest
-                    case Suspicion.ALONE:
-                        async with self._alone(generation, excluded, body) as placed:
-                            await self._send(client, record, headers, placed, generation, body)
-                    case _:
-                        placed = await self._place(generation, excluded)
+                suspicion = replicas.suspicion(body)
+                if suspicion is FREE:
+                    placed = await self._place(generation, excluded)
+                    await self._send(client, record, headers, placed, generation, body)
+                elif suspicion is Suspicion.REFUSED:
+                    raise SuspectRequest
+                else:
+                    async with self._alone(generation, excluded, body) as placed:
                         await self._send(client, record, headers, placed, generation, body)
                 return
             except Given as exc:
@@ -216,7 +218,7 @@ class Generations:
 
     def _level(self, replica: str, cause: str) -> int:
         """A replica that dies takes hundreds of rollouts along: one line tells of them."""
-        now_s = asyncio.get_running_loop().time()
+        now_s = monotonic()
         if now_s < self._quiet_until_s.get((replica, cause), 0.0):
             return logging.DEBUG
         self._quiet_until_s[replica, cause] = now_s + QUIET_S
@@ -231,8 +233,7 @@ class Generations:
         is ready but reserved there is no limit to waiting, as there is none in vLLM's queue.
         """
         replicas = self._replicas
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + self._hold_s
+        deadline_s = monotonic() + self._hold_s
         while True:
             if not replicas.known(generation.model):
                 raise UnknownModel(generation.model)
@@ -246,10 +247,10 @@ class Generations:
                 )
                 if decision is not None:
                     return replicas.fleet[decision.replica], decision
-            replicas.ledger.named(generation.model, loop.time())  # who waits for it needs it
+            replicas.ledger.named(generation.model, monotonic())  # who waits for it needs it
             if replicas.reserves_one(generation.model):
-                deadline_s = loop.time() + self._hold_s
-            elif loop.time() >= deadline_s:
+                deadline_s = monotonic() + self._hold_s
+            elif monotonic() >= deadline_s:
                 raise NoReadyReplica(
                     f"no ready replica holds {generation.model or 'the base model'} after "
                     f"{self._hold_s:g} s: {replicas.missing()}",
@@ -257,7 +258,7 @@ class Generations:
                 )
             self.held += 1
             try:
-                await replicas.changed(deadline_s - loop.time())
+                await replicas.changed(deadline_s - monotonic())
             finally:
                 self.held -= 1
 
@@ -307,48 +308,48 @@ class Generations:
         record.attempts += 1
         record.phase = "upstream"
         if not record.sent_s:
-            record.sent_s = asyncio.get_running_loop().time()
+            record.sent_s = monotonic()
         head = self._head(client.target, replica, headers, len(body), record)
-        with replicas.in_flight(replica, generation, body):
+        lease = replicas.begin(replica, generation, body)
+        try:
+            reply = await replicas.upstream(replica.id).ask(head, body, whole=not generation.stream)
             try:
-                reply = await replicas.upstream(replica.id).ask(
-                    head, body, whole=not generation.stream
-                )
-                try:
-                    data = await self._fit(reply, replica, epoch, generation)
-                    if generation.stream:
-                        record.first_piece_s = asyncio.get_running_loop().time()
-                    await self._pass_on(client, record, reply, data)
-                    if record.error:  # told in the stream itself, which has ended well
-                        replicas.died(replica, record.error, epoch)
-                        return
-                finally:
-                    reply.abort()  # nothing, if it is complete
-            except UpstreamBroken as exc:
-                replicas.broken(replica, epoch, exc, body)
-                if not client.started:
-                    raise Given(exc.cause, exc.detail, sent=not _never_sent(exc.cause)) from None
-                # Nothing can be taken back: the connection ends without an end of the body.
-                record.error = "stream_broken"
-                log.warning(
-                    "%s broke a stream after %d bytes: %s",
-                    replicas.label(replica.id),
-                    record.reply_bytes,
-                    exc.detail,
-                )
-                return
+                data = await self._fit(reply, replica, epoch, generation)
+                if generation.stream:
+                    record.first_piece_s = monotonic()
+                await self._pass_on(client, record, reply, data)
+                if record.error:  # told in the stream itself, which has ended well
+                    replicas.died(replica, record.error, epoch)
+                    return
+            finally:
+                reply.abort()  # nothing, if it is complete
+        except UpstreamBroken as exc:
+            replicas.broken(replica, epoch, exc, body)
+            if not client.started:
+                raise Given(exc.cause, exc.detail, sent=not _never_sent(exc.cause)) from None
+            # Nothing can be taken back: the connection ends without an end of the body.
+            record.error = "stream_broken"
+            log.warning(
+                "%s broke a stream after %d bytes: %s",
+                replicas.label(replica.id),
+                record.reply_bytes,
+                exc.detail,
+            )
+            return
+        finally:
+            replicas.end(lease)
         replicas.finished(body)
 
     async def _fit(
         self, reply: Reply, replica: Replica, epoch: int, generation: Generation
-    ) -> bytes | None:
+    ) -> bytes | bytearray | None:
         """Wait for what can be judged, and judge it: the whole body, or a stream's first piece.
 
         Returns that; None for a body too large to be held. Raises ``Given`` for what may not be
         handed on, and ``UpstreamBroken``.
         """
         replicas = self._replicas
-        data: bytes | None
+        data: bytes | bytearray | None
         if generation.stream and reply.status == 200:
             data = await reply.chunk()
             verdict = judge_piece(data)
@@ -357,14 +358,15 @@ class Generations:
             if data is None:
                 verdict = Verdict.PASS
             else:
-                verdict = judge(reply.status, readable(reply.headers, data))
+                text = readable(reply.headers, data)
+                verdict = judge(reply.status, text, single=generation.single)
         if verdict is Verdict.ADAPTER_LOST and not replicas.believed(generation.model):
             verdict = Verdict.PASS
         if data is None or verdict is Verdict.PASS:
             replicas.answered(replica)
             return data
-        text = readable(reply.headers, data)[:300].decode("utf-8", "replace")
-        detail = replicas.redact(f"{reply.status} {text}")
+        words = readable(reply.headers, data)[:300].decode("utf-8", "replace")
+        detail = replicas.redact(f"{reply.status} {words}")
         replicas.judged(replica, epoch, verdict, generation.model, reply.status, detail)
         raise Given(verdict, detail, reply)
 
@@ -377,7 +379,7 @@ class Generations:
             raise UpstreamLost(f"{record.replica}: {given.cause}: {given.detail}")
 
     async def _pass_on(
-        self, client: Client, record: RequestRecord, reply: Reply, data: bytes | None
+        self, client: Client, record: RequestRecord, reply: Reply, data: bytes | bytearray | None
     ) -> None:
         """Give the client the reply as it came: whole, or piece by piece."""
         record.phase = "reply"
@@ -391,7 +393,7 @@ class Generations:
         if record.request_id:
             headers = [h for h in headers if h[0] != b"x-request-id"]
             headers.append((b"x-request-id", record.request_id))
-        length_known = any(name == b"content-length" for name, _ in headers)
+        length_known = reply.body_bytes >= 0 and b"content-length" not in kept_back
         if data is not None and reply.complete and not reply.pending:
             _check_end(reply, data)
             if not length_known:
@@ -402,20 +404,26 @@ class Generations:
             client.reply(reply.status, headers, data)
             return
         client.start(reply.status, headers, length_known=length_known)
-        if data is None:
-            data = await reply.chunk()
-        last = b""
+        last: bytes | bytearray = data or b""
         counted = StreamTokens() if self._count_tokens and reply.status == 200 else None
+
+        def take(piece: bytes | bytearray) -> bool:
+            nonlocal last
+            if client.gone:
+                return False  # this task learns of it in the loop's next turn
+            last = piece
+            record.reply_bytes += len(piece)
+            if counted is not None:
+                counted.feed(piece)
+            if judge_piece(piece) is Verdict.ENGINE_DEAD:
+                record.error = Verdict.ENGINE_DEAD
+            return client.write(piece)
+
         try:
-            while data:
-                record.reply_bytes += len(data)
-                if counted is not None:
-                    counted.feed(data)
-                await client.write(data)
-                if judge_piece(data) is Verdict.ENGINE_DEAD:
-                    record.error = Verdict.ENGINE_DEAD
-                last = data
-                data = await reply.chunk()
+            if data and not take(data):
+                await client.drained()
+            while not await reply.pour(take):
+                await client.drained()
         finally:
             if counted is not None:
                 record.count(counted.result())
@@ -463,7 +471,7 @@ def _never_sent(cause: Cause) -> bool:
     return cause in (Cause.REFUSED, Cause.UNREACHABLE)
 
 
-def _check_end(reply: Reply, last: bytes) -> None:
+def _check_end(reply: Reply, last: bytes | bytearray) -> None:
     """Raise ``UpstreamBroken`` for a body that ended with its connection and seems cut short.
 
     Such a body has no length; whole are JSON, and a stream that closes with its final event.

@@ -5,6 +5,7 @@ Pure: status and body in, a verdict out.
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Iterable
 from enum import StrEnum
@@ -40,7 +41,7 @@ READABLE_BYTES = 64 * 1024 * 1024
 """Decoded of a compressed body; what lies behind is not judged. ``upstream.WHOLE_LIMIT_BYTES``."""
 
 
-def readable(headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bytes:
+def readable(headers: Iterable[tuple[bytes, bytes]], body: bytes | bytearray) -> bytes | bytearray:
     """``body`` without its compression, for judging; as it is where that is not known here.
 
     Replies are asked for uncompressed. Something in between may not care.
@@ -56,12 +57,13 @@ def readable(headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bytes:
     return body
 
 
-def judge(status: int, body: bytes) -> Verdict:
-    """``body`` is the whole reply. For a stream that began well see ``judge_piece``."""
+def judge(status: int, body: bytes | bytearray, *, single: bool = False) -> Verdict:
+    """``body`` is the whole reply, ``single`` if it has one choice at most. For a stream that began
+    well see ``judge_piece``."""
     if status == 200:
         if _is_page(body):
             return Verdict.EDGE
-        return Verdict.ABORTED if _aborted(body) else Verdict.PASS
+        return Verdict.ABORTED if _aborted(body, single) else Verdict.PASS
     if status in (401, 403):
         return Verdict.TOKEN_REJECTED
     if not _vllm_shaped(body):
@@ -73,7 +75,7 @@ def judge(status: int, body: bytes) -> Verdict:
     return Verdict.PASS
 
 
-def judge_piece(piece: bytes) -> Verdict:
+def judge_piece(piece: bytes | bytearray) -> Verdict:
     """What a piece of a 200 stream says: an engine that dies under one sends an error event.
 
     vLLM 0.27.1 then ends the stream as any other (entrypoints/generate/base/serving.py,
@@ -90,23 +92,30 @@ def judge_piece(piece: bytes) -> Verdict:
 _ERROR_EVENTS = (b'data: {"error"', b"event: error")
 
 
-def _is_page(body: bytes) -> bool:
+def _is_page(body: bytes | bytearray) -> bool:
     """HTML where JSON or events were due: a login page of something in between, say."""
     return body[:64].lstrip()[:1] == b"<"
 
 
 _FINISH_REASON = b'"finish_reason"'
-_VALUE_BYTES = 64
-"""The key, its value and whatever white space is between them."""
+_REASON = re.compile(rb'"finish_reason"\s*:\s*(?:"(\w+)|null)')
 
 
-def _aborted(body: bytes) -> bool:
-    """vLLM 0.27.1 gives running requests ``finish_reason: "abort"`` at ``/pause?mode=abort``."""
-    # Python finds a long word faster than a short one: twice as fast as `"abort"` in 100 kB.
-    at = body.find(_FINISH_REASON)
-    while at >= 0 and b'"abort"' not in body[at : at + _VALUE_BYTES]:
-        at = body.find(_FINISH_REASON, at + 1)
-    if at < 0:
+def _aborted(body: bytes | bytearray, single: bool) -> bool:
+    """vLLM 0.27.1 gives running requests ``finish_reason: "abort"`` at ``/pause?mode=abort``.
+
+    Looked for from the end: of a single choice of 90 kB most lies before it, and looking through
+    that was an eighth of what such a generation cost.
+    """
+    at = len(body)
+    while (at := body.rfind(_FINISH_REASON, 0, at)) >= 0:
+        if (reason := _REASON.match(body, at)) is None:
+            continue  # the words as something else, say the text of a token
+        if reason[1] == b"abort":
+            break
+        if single:
+            return False
+    else:
         return False
     try:
         data = orjson.loads(body)
@@ -118,7 +127,7 @@ def _aborted(body: bytes) -> bool:
     return any(isinstance(c, dict) and c.get("finish_reason") == "abort" for c in choices)
 
 
-def _vllm_shaped(body: bytes) -> bool:
+def _vllm_shaped(body: bytes | bytearray) -> bool:
     """``{"error": {…}}``, ``{"error": "…"}`` (dev endpoints) or Starlette's ``{"detail": …}``."""
     if body.lstrip()[:1] != b"{":
         return False

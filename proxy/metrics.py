@@ -8,6 +8,8 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from proxy.tallies import CounterTally, HistogramTally
+
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 _GENERATION_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
@@ -32,8 +34,16 @@ class Metrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
             return Histogram(f"rollmux_{name}", text, labels, registry=registry, buckets=buckets)
 
-        self.requests = counter("requests_total", "Answers to the trainer.", "route", "code")
-        self.decisions = counter("routing_decisions_total", "Choices by reason.", "decision")
+        def hot_counter(name: str, text: str, *labels: str) -> CounterTally:
+            return CounterTally(f"rollmux_{name}", text, labels, registry)
+
+        def hot_histogram(
+            name: str, text: str, bounds: tuple[float, ...], *labels: str
+        ) -> HistogramTally:
+            return HistogramTally(f"rollmux_{name}", text, bounds, labels, registry)
+
+        self.requests = hot_counter("requests", "Answers to the trainer.", "route", "code")
+        self.decisions = hot_counter("routing_decisions", "Choices by reason.", "decision")
         self.replica_inflight = gauge(
             "replica_inflight", "Rollouts sent and not yet answered.", "replica"
         )
@@ -44,10 +54,10 @@ class Metrics:
         self.failovers = counter(
             "failovers_total", "Generations moved off a replica.", "replica", "cause"
         )
-        self.upstream_seconds = histogram(
+        self.upstream_seconds = hot_histogram(
             "upstream_seconds", "From sending to the whole reply.", _GENERATION_S, "replica"
         )
-        self.overhead_seconds = histogram(
+        self.overhead_seconds = hot_histogram(
             "overhead_seconds", "From the whole request to its sending on.", _OVERHEAD_S
         )
         self.load_attempts = counter(
@@ -112,32 +122,17 @@ class Metrics:
         for result in ("written", "dropped"):
             self.trace_lines.labels(result)
         for reason in ("affinity", "spilled", "unmatched"):
-            self.decisions.labels(reason)
+            self.decisions.counts[reason,] = 0
         self._words: set[str] = {"affinity", "spilled", "unmatched"}
-        # What `labels` gives for the same words is the same each time, and 2 µs to look up: these
-        # are as many as there are samples on the page.
-        self._answers: dict[tuple[str, int], Counter] = {}
-        self._decisions: dict[str, Counter] = {}
-        self._upstreams: dict[str, Histogram] = {}
 
     def answered(self, route: str, status: int) -> None:
         """One generation was answered; 499 for a client that did not wait for it."""
-        found = self._answers.get((route, status))
-        if found is None:
-            found = self._answers[route, status] = self.requests.labels(route, str(status))
-        found.inc()
+        self.requests.inc(route, str(status))
 
     def routed(self, reason: str, replica: str, upstream_s: float) -> None:
         """One generation has been on a replica, for so long."""
-        word = self.word(reason)
-        decision = self._decisions.get(word)
-        if decision is None:
-            decision = self._decisions[word] = self.decisions.labels(word)
-        decision.inc()
-        upstream = self._upstreams.get(replica)
-        if upstream is None:
-            upstream = self._upstreams[replica] = self.upstream_seconds.labels(replica)
-        upstream.observe(upstream_s)
+        self.decisions.inc(self.word(reason))
+        self.upstream_seconds.observe(upstream_s, replica)
 
     def word(self, reason: str) -> str:
         """A decision's label: the policy's word, or ``other`` past ``MAX_WORDS`` of them."""

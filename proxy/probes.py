@@ -192,4 +192,4 @@ class Probes:
             await asyncio.sleep(1.0)
             worst = [*worst[-9:], max(0.0, loop.time() - due_s)]
             self._replicas.metrics.loop_lag.set(max(worst))
-            self._replicas.apply(self._replicas.fleet.tick(loop.time()))
+            self._replicas.apply(self._replicas.fleet.tick(self._replicas.now_s()))

@@ -11,11 +11,12 @@ import logging
 import ssl
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from time import monotonic
 
 from blake3 import blake3
 
 from broadcast.answer import Cause
-from broadcast.fleet import Fleet, Replica, ReplicaState, Transition
+from broadcast.fleet import Fleet, Lease, Replica, ReplicaState, Transition
 from broadcast.ledger import Ledger
 from broadcast.suspects import Suspects
 from broadcast.suspects import Verdict as Suspicion
@@ -28,6 +29,8 @@ from routing.ids import AdapterName, ReplicaId
 from routing.router import Decision, Router, RouteRequest
 
 log = logging.getLogger("rollmux")
+
+FREE, DRAINING = Suspicion.FREE, ReplicaState.DRAINING  # looked up for every generation
 
 DEATH_WINDOW_S = 10.0
 """A connection lost no longer than this before its replica is found dead was lost to that death."""
@@ -74,7 +77,6 @@ class Replicas:
         self._suspects = Suspects()
         self._reserved: set[ReplicaId] = set()
         self._changed = asyncio.Event()
-        self._next_key = 0
 
     # Membership
 
@@ -176,27 +178,26 @@ class Replicas:
 
     def suspicion(self, body: bytes) -> Suspicion:
         """Whether this body was in flight when engines died."""
-        return self._suspects.verdict(_digest(body)) if len(self._suspects) else Suspicion.FREE
+        return self._suspects.verdict(_digest(body)) if len(self._suspects) else FREE
 
     def redact(self, text: str) -> str:
         """``text`` without the token, should something in between have echoed it."""
         return self._bearer.redact(text)
 
-    @contextmanager
-    def in_flight(self, replica: Replica, generation: Generation, body: bytes) -> Iterator[None]:
-        """Counted in the replica's load, exactly as long as the block lasts."""
-        self.ledger.named(generation.model, self.now_s())
+    def begin(self, replica: Replica, generation: Generation, body: bytes) -> Lease:
+        """Count it in the replica's load, exactly until ``end`` gets what this gives."""
+        self.ledger.named(generation.model, monotonic())
         lease = self.fleet.start(replica.id, generation.weight, generation.model)
-        bodies = self._bodies[replica.id]
-        self._next_key = key = self._next_key + 1
-        bodies[key] = body
-        try:
-            yield
-        finally:
-            bodies.pop(key, None)
-            lease.release()
-            if self._reserved or replica.state is ReplicaState.DRAINING:
-                self.notify()
+        self._bodies[replica.id][id(lease)] = body
+        return lease
+
+    def end(self, lease: Lease) -> None:
+        replica = lease.replica
+        if (bodies := self._bodies.get(replica.id)) is not None:  # None: it was removed since
+            bodies.pop(id(lease), None)
+        lease.release()
+        if self._reserved or replica.state is DRAINING:
+            self.notify()
 
     @contextmanager
     def reserved(self, replica: ReplicaId) -> Iterator[None]:
@@ -334,7 +335,7 @@ class Replicas:
             return
 
     def now_s(self) -> float:
-        return asyncio.get_running_loop().time()
+        return monotonic()
 
 
 def _digest(body: bytes) -> bytes:

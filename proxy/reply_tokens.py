@@ -32,7 +32,7 @@ class ReplyTokens:
     output: int = 0
 
 
-def of_whole(data: bytes) -> ReplyTokens:
+def of_whole(data: bytes | bytearray) -> ReplyTokens:
     """Of a whole reply: its last usage, else its lists of token ids, or its events.
 
     ``/inference/v1/generate`` has token ids and no usage.
@@ -56,7 +56,7 @@ class StreamTokens:
         self._tail = b""
         self._events = 0
 
-    def feed(self, piece: bytes) -> None:
+    def feed(self, piece: bytes | bytearray) -> None:
         self._events += piece.count(EVENT)
         self._tail = (self._tail + piece)[-TAIL_BYTES:]
 

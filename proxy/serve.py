@@ -21,7 +21,7 @@ from routing import registry
 
 log = logging.getLogger("rollmux")
 
-GARBAGE_OBJECTS = 10_000
+GARBAGE_OBJECTS = 50_000
 """New objects between two looks for cycles. At Python's own 700 the looks took 4.8 % of the CPU of
 short generations (py-spy, 135 tokens and 2 kB), and found next to nothing."""
 

@@ -16,7 +16,8 @@ class Turns:
     """Lets what came with thousands of generations, a look at ``/proxy/live``, say, pass them.
 
     Without it all that arrived at once would be parsed, hashed and sent on in one turn, and whoever
-    came behind the last of them would wait for that. The order of generations stays.
+    came behind the last of them would wait for that. The order of generations stays. One whose body
+    comes in several reads begins at its head, and goes on as they come.
     """
 
     def __init__(self) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from enum import IntEnum
+from collections.abc import Callable
+from time import monotonic
 from typing import cast
 from urllib.parse import SplitResult, urlsplit
 
@@ -35,10 +36,21 @@ HEAD_LIMIT_BYTES = 256 * 1024
 """Past it a reply's header block is malformed. Seen from real edges: 40 kB."""
 WHOLE_LIMIT_BYTES = 64 * 1024 * 1024
 """Past it a complete reply is passed on as it comes. A 30 MB reply (log-probs) has been seen."""
+IN_PLACE_BYTES, IN_PLACE_MOST_BYTES = 16 * 1024, 8 * 1024 * 1024
+"""Of a body that is held whole, when more than this is still to come it is read where it stays:
+three copies fewer. Not of a longer one: its place is taken, and filled with zeros, at once."""
+_SCRATCH = memoryview(bytearray(32 * 1024))
+"""What is read goes through here, and is used up before anything else is read: by one thread."""
 HIGH_WATER_BYTES = 256 * 1024
 """A stream whose client reads slowly is read no further ahead than this."""
 
 Headers = list[tuple[bytes, bytes]]
+
+Take = Callable[[bytes], bool]
+"""Gets a piece of a body, and tells whether it has room for more."""
+
+_NOTHING, _HEAD, _CHUNK, _WHOLE, _END = range(5)
+"""What a reply's reader waits for."""
 
 
 class UpstreamBroken(Exception):
@@ -54,43 +66,28 @@ class UpstreamBroken(Exception):
         self.early = early
 
 
-class _Until(IntEnum):
-    """What a waiter waits for."""
-
-    NOTHING = 0
-    HEAD = 1
-    CHUNK = 2
-    WHOLE = 3
-
-
 class Reply:
     """One reply as it comes in. Read by one task, written by its connection."""
 
     __slots__ = (
-        "_body",
-        "_chunks",
-        "_complete",
-        "_connection",
-        "_error",
-        "_size",
-        "_until",
-        "_waiter",
-        "body_length_known",
-        "headers",
-        "status",
-    )
+        "_body", "_chunks", "_complete", "_connection", "_error", "_size", "_take", "_until",
+        "_waiter", "body_bytes", "body_length_known", "headers", "status",
+    )  # fmt: skip
 
     def __init__(self, connection: _Connection) -> None:
         self.status = 0
         self.headers: Headers = []
         self.body_length_known = False
+        self.body_bytes = -1
+        """As its ``content-length`` says; -1 where there is none."""
         self._connection: _Connection | None = connection
         self._chunks: list[bytes] = []
-        self._body: bytes | None = None
+        self._body: bytes | bytearray | None = None
         self._size = 0
         self._complete = False
         self._error: UpstreamBroken | None = None
-        self._until = _Until.NOTHING
+        self._take: Take | None = None
+        self._until = _NOTHING
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -105,9 +102,9 @@ class Reply:
     async def head(self) -> None:
         """Until status and headers are here."""
         while not self.status:
-            await self._wait(_Until.HEAD)
+            await self._wait(_HEAD)
 
-    async def whole(self) -> bytes | None:
+    async def whole(self) -> bytes | bytearray | None:
         """The complete body, each time it is asked for.
 
         None when it grew past ``WHOLE_LIMIT_BYTES``: then read it in chunks.
@@ -117,19 +114,42 @@ class Reply:
         while not self._complete:
             if self._size > WHOLE_LIMIT_BYTES:
                 return None
-            await self._wait(_Until.WHOLE)
+            await self._wait(_WHOLE)
         body = self._body
         if body is None:
             body = self._body = b"".join(self._chunks)
             self._chunks.clear()
+        elif isinstance(body, bytearray):
+            del body[self.body_bytes :]
         return body
 
     async def chunk(self) -> bytes:
         """The next piece of the body; empty at its end."""
         while not self._chunks and not self._complete:
-            await self._wait(_Until.CHUNK)
+            await self._wait(_CHUNK)
         if not self._chunks:
             return b""
+        return self._pieces()
+
+    async def pour(self, take: Take) -> bool:
+        """Give each piece to ``take``, all but the last as it is read, without a turn of the loop
+        between. False once ``take`` has no room for more, True at the body's end.
+        """
+        while True:
+            if self._chunks and not take(self._pieces()):
+                return False
+            if self._complete:
+                return True
+            self._take = take
+            try:
+                await self._wait(_END)
+                if self._take is None:  # it had no room
+                    return False
+            finally:
+                self._take = None
+
+    def _pieces(self) -> bytes:
+        """What has come and was not read, as one piece."""
         data = b"".join(self._chunks)
         self._chunks.clear()
         self._size = 0
@@ -142,7 +162,7 @@ class Reply:
         if self._connection is not None:
             self._connection.fail(cause, detail)
 
-    async def _wait(self, until: _Until) -> None:
+    async def _wait(self, until: int) -> None:
         if self._error is not None:
             raise self._error
         self._until = until
@@ -150,7 +170,7 @@ class Reply:
         try:
             await self._waiter
         finally:
-            self._until = _Until.NOTHING
+            self._until = _NOTHING
             self._waiter = None
         if self._error is not None:
             raise self._error
@@ -159,19 +179,37 @@ class Reply:
 
     def on_head(self, status: int) -> None:
         self.status = status
-        if self._until in (_Until.HEAD, _Until.CHUNK):
+        if self._until in (_HEAD, _CHUNK):
             self._wake()
 
     def on_data(self, data: bytes) -> None:
         self._chunks.append(data)
         self._size += len(data)
-        if self._until == _Until.CHUNK:
+        if self._until == _CHUNK:
             self._wake()
-        elif self._until == _Until.WHOLE:
+        elif self._until == _WHOLE:
             if self._size > WHOLE_LIMIT_BYTES:
                 self._wake()
         elif self._size > HIGH_WATER_BYTES and self._connection is not None:
             self._connection.pause_reading()
+
+    def on_read(self) -> None:
+        """What one read brought has been given, unless the reply is complete by it."""
+        if self._take is not None and self._chunks and not self._take(self._pieces()):
+            self._take = None
+            self._wake()
+
+    def place(self) -> memoryview | None:
+        """Where the rest of the body is to be read, if it is worth that: see IN_PLACE_BYTES."""
+        length, size = self.body_bytes, self._size
+        most = min(IN_PLACE_MOST_BYTES, WHOLE_LIMIT_BYTES)
+        if self._until != _WHOLE or not size + IN_PLACE_BYTES < length <= most:
+            return None
+        # One byte more: a read that fills its buffer is followed by another that finds nothing.
+        body = self._body = bytearray(length + 1)
+        body[:size] = b"".join(self._chunks)
+        self._chunks.clear()
+        return memoryview(body)[size:]
 
     def on_complete(self) -> None:
         self._complete = True
@@ -188,25 +226,21 @@ class Reply:
             self._waiter.set_result(None)
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(asyncio.BufferedProtocol):
     """One connection; carries one exchange at a time."""
 
     __slots__ = (
-        "_head_bytes",
-        "_informational",
-        "_parser",
-        "_pool",
-        "_reading_paused",
-        "_reply",
-        "_transport",
-        "idle_since_s",
-    )
+        "_head_bytes", "_informational", "_parser", "_pool", "_reading_paused", "_reply", "_rest",
+        "_transport", "idle_since_s",
+    )  # fmt: skip
 
     def __init__(self, pool: Upstream) -> None:
         self._pool = pool
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._reply: Reply | None = None
+        self._rest: memoryview | None = None
+        """What is still to come of a body that is read in place, without the parser."""
         self._head_bytes = 0
         self._informational = False
         self._reading_paused = False
@@ -227,6 +261,7 @@ class _Connection(asyncio.Protocol):
     def fail(self, cause: Cause, detail: str) -> None:
         """End the exchange with an error and the connection with it."""
         reply, self._reply = self._reply, None
+        self._rest = None
         if self._transport is not None:
             self._transport.abort()
         if reply is not None:
@@ -253,7 +288,7 @@ class _Connection(asyncio.Protocol):
         self._pool.opened.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
+        self._transport = self._rest = None
         self._pool.opened.discard(self)
         reply, self._reply = self._reply, None
         if reply is None:
@@ -265,20 +300,43 @@ class _Connection(asyncio.Protocol):
             early = not reply.status and not self._head_bytes
             reply.on_error(UpstreamBroken(Cause.RESET, detail, early=early))
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int, /) -> memoryview:
+        if self._rest is not None:
+            return self._rest
+        pool = self._pool
+        if pool.secure and sizehint > len(pool.scratch):
+            # uvloop 0.23 drops what of a TLS stream it could not hand over before the stream's end.
+            pool.scratch = memoryview(bytearray(sizehint))
+        return pool.scratch
+
+    def buffer_updated(self, nbytes: int) -> None:
         reply = self._reply
+        if self._rest is not None:
+            self._rest = self._rest[nbytes:]
+            if len(self._rest) <= 1:
+                whole = len(self._rest) == 1  # else the server talks out of turn
+                self._rest = None
+                keep_alive = self._parser.should_keep_alive()
+                self._parser = httptools.HttpResponseParser(self)  # the old one waits for a body
+                self._completed(keep_alive and whole)
+            return
         if reply is None:  # nothing was asked: a server that talks out of turn
             self.close()
             return
         if not reply.status:
-            self._head_bytes += len(data)
-            if self._head_bytes > HEAD_LIMIT_BYTES and len(data) < HEAD_LIMIT_BYTES:
-                self.fail(Cause.RESET, f"header block over {HEAD_LIMIT_BYTES} bytes")
-                return
+            self._head_bytes += nbytes
         try:
-            self._parser.feed_data(data)
+            self._parser.feed_data(self._pool.scratch[:nbytes])
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
             self.fail(Cause.RESET, f"not an HTTP/1.1 reply ({exc})")
+            return
+        if self._reply is not reply:
+            return
+        if not reply.status and self._head_bytes > HEAD_LIMIT_BYTES:
+            self.fail(Cause.RESET, f"header block over {HEAD_LIMIT_BYTES} bytes")
+        elif reply.body_bytes > IN_PLACE_BYTES:
+            self._rest = reply.place()
+        reply.on_read()
 
     # httptools
 
@@ -291,9 +349,10 @@ class _Connection(asyncio.Protocol):
         if reply is None:
             return
         name = name.lower()
-        if name == b"content-length" or (
-            name == b"transfer-encoding" and value.lower().endswith(b"chunked")
-        ):
+        if name == b"content-length":
+            reply.body_length_known = True
+            reply.body_bytes = int(value)
+        elif name == b"transfer-encoding" and value.lower().endswith(b"chunked"):
             reply.body_length_known = True
         reply.headers.append((name, value))
 
@@ -306,6 +365,7 @@ class _Connection(asyncio.Protocol):
             self._informational = True
             reply.headers.clear()
             reply.body_length_known = False
+            reply.body_bytes = -1
             return
         if status in (204, 304):
             reply.body_length_known = True
@@ -319,10 +379,13 @@ class _Connection(asyncio.Protocol):
         if self._informational:
             self._informational = False
             return
+        self._completed(self._parser.should_keep_alive())
+
+    def _completed(self, keep_alive: bool) -> None:
         reply, self._reply = self._reply, None
         if reply is None:
             return
-        if self._parser.should_keep_alive() and self.alive:
+        if keep_alive and self.alive:
             self.resume_reading()
             self._pool.give_back(self)
         else:
@@ -350,6 +413,7 @@ class Upstream:
         netloc = parts.netloc.rpartition("@")[2]
         self.host_header = netloc.encode()
         self.secure = secure
+        self.scratch = _SCRATCH
         self.opened: set[_Connection] = set()
         self._context = context if secure else None
         self._idle: list[_Connection] = []
@@ -369,13 +433,12 @@ class Upstream:
         Raises ``UpstreamBroken``, or ``TooManyAtOnce`` where this machine is at its limit.
         Cancelling it closes the connection.
         """
-        loop = asyncio.get_running_loop()
-        connection = self._take_idle(loop.time())
+        connection = self._take_idle(monotonic())
         while True:
             reused = connection is not None
             if connection is None:
                 connection = await self._connect()
-            sent_s = loop.time()
+            sent_s = monotonic()
             reply = connection.send(head, body)
             try:
                 if whole:
@@ -384,7 +447,7 @@ class Upstream:
                     await reply.head()
                 return reply
             except UpstreamBroken as exc:
-                if not (reused and exc.early and loop.time() - sent_s < RACE_S):
+                if not (reused and exc.early and monotonic() - sent_s < RACE_S):
                     raise
                 connection = None  # once more, on a fresh one
             except BaseException:
@@ -395,10 +458,10 @@ class Upstream:
         if self._closed:
             connection.close()
             return
-        loop = asyncio.get_running_loop()
-        connection.idle_since_s = loop.time()
+        connection.idle_since_s = monotonic()
         self._idle.append(connection)
         if self._sweep is None:
+            loop = asyncio.get_running_loop()
             self._sweep = loop.call_later(IDLE_S / 2, self._sweep_idle)
 
     def break_all(self, cause: Cause, detail: str) -> None:
@@ -430,7 +493,7 @@ class Upstream:
 
     def _sweep_idle(self) -> None:
         loop = asyncio.get_running_loop()
-        oldest_s = loop.time() - IDLE_S
+        oldest_s = monotonic() - IDLE_S
         kept = []
         for connection in self._idle:
             if not connection.alive:

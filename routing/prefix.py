@@ -47,6 +47,8 @@ _GROUP = 8
 """Rollouts that a replica may be behind before new prompts make up for it: TRL's num_generations.
 docs/routing.md has its figures, and those of other values."""
 
+_AFFINITY, _SPILLED, _UNMATCHED = Reason.AFFINITY, Reason.SPILLED, Reason.UNMATCHED
+
 _HARDLY = 1
 """Rollouts that a replica may be busier than the least loaded one, to be sent what it is behind. Of
 many replicas the least loaded one is far below the mean: with 2, groups placed so soon spill."""
@@ -88,14 +90,14 @@ class Prefix:
         owners = _owners_of_own_part(known, trail, everyone) & fleet.all_bits
         loads = [candidate.inflight for candidate in fleet.candidates]
         low = min(loads)
-        reason = Reason.UNMATCHED
+        reason = _UNMATCHED
         if owners:
             index = min(fleet.indices(owners), key=loads.__getitem__)
             ahead = loads[index] - low
-            reason = Reason.AFFINITY if ahead <= self._spill_threshold else Reason.SPILLED
-        if reason is not Reason.AFFINITY:
+            reason = _AFFINITY if ahead <= self._spill_threshold else _SPILLED
+        if reason is not _AFFINITY:
             index = self._rotation.least(loads, low)
-        if reason is Reason.UNMATCHED:
+        if reason is _UNMATCHED:
             index = fleet.evened_out(index, loads, low + min(_HARDLY, self._spill_threshold))
         fleet.sent[index] += request.weight
         picked, bit = fleet.candidates[index].id, fleet.bits[index]
@@ -103,7 +105,7 @@ class Prefix:
         while depth and not known[depth - 1][1] & bit:
             depth -= 1
         if depth and depth == len(trail.blocks) + (trail.end is not None):
-            reason = Reason.AFFINITY
+            reason = _AFFINITY
         self._table.record(request.model, trail, picked)
         total = len(trail.blocks)
         return Decision(picked, reason, min(depth, total), total, trail)

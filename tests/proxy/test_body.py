@@ -27,7 +27,10 @@ def test_a_rollout_of_token_ids():
         ({"prompt": "a", "n": 0}, 1),
         ({"prompt": "a", "n": -3}, 1),
         ({"prompt": "a", "n": True}, 1),
-        ({"prompt": "a", "n": "8"}, 1),
+        ({"prompt": "a", "n": "8"}, 8),
+        ({"prompt": "a", "n": "eight"}, 1),
+        ({"prompt": "a", "n": 8.0}, 8),
+        ({"prompt": "a", "n": float("inf")}, 1),
         ({"prompt": "a", "n": None}, 1),
         ({"prompt": "a", "n": 2.5}, 1),
         ({"prompt": "a", "n": 10**9}, MAX_WEIGHT),
@@ -113,3 +116,22 @@ def test_only_true_is_a_stream():
     assert parse(b'{"prompt":"x","stream":true}').stream
     for value in (b"false", b"null", b'"true"', b"1"):
         assert not parse(b'{"prompt":"x","stream":' + value + b"}").stream
+
+
+@pytest.mark.parametrize(
+    ("fields", "single"),
+    [
+        ({"prompt": [1, 2]}, True),
+        ({"prompt": [[1, 2]], "n": 1}, True),
+        ({"messages": [{"role": "user", "content": "x"}]}, True),
+        ({"token_ids": [1], "sampling_params": {"n": 1}}, True),
+        ({"prompt": [1, 2], "n": 2}, False),
+        ({"prompt": [1, 2], "n": "1"}, False),  # looking at all of the reply is never wrong
+        ({"prompt": [[1], [2]]}, False),
+        ({"prompt": "x", "prompt_embeds": ["a", "b"]}, False),
+        ({"prompt": "x", "n": 2, "sampling_params": {"n": 1}}, False),
+        ({"token_ids": [1], "sampling_params": {"n": 3}}, False),
+    ],
+)
+def test_a_single_choice_is_told_from_several(fields, single):
+    assert parse(json.dumps(fields).encode()).single is single

@@ -48,6 +48,38 @@ def test_a_whole_reply(status, body, verdict):
     assert judge(status, body) is verdict
 
 
+ENDS = b'"finish_reason": "%b", "token_ids": [1, 2]}'
+
+
+@pytest.mark.parametrize(
+    ("reasons", "verdict"),
+    [
+        ((b"abort", b"stop", b"length"), Verdict.ABORTED),
+        ((b"stop", b"abort", b"length"), Verdict.ABORTED),
+        ((b"stop", b"length", b"abort"), Verdict.ABORTED),
+        ((b"stop", b"length", b"stop"), Verdict.PASS),
+    ],
+)
+def test_each_choice_is_looked_at(reasons, verdict):
+    choices = b", ".join(b'{"text": "x", ' + ENDS % reason for reason in reasons)
+    body = b'{"choices": [%b], "usage": {"total_tokens": 2}}' % choices
+    assert judge(200, body) is verdict
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        b'"tokens": ["finish_reason", "finish_reason"]',
+        b'"top_logprobs": [{"finish_reason": 0.0}, {"finish_reason": -1.5}]',
+    ],
+)
+@pytest.mark.parametrize("reason", [b"abort", b"stop"])
+def test_a_token_of_the_key_s_name_hides_no_single_choice(behind, reason):
+    choice = b'{"finish_reason": "%b", "logprobs": {%b}}' % (reason, behind)
+    verdict = Verdict.ABORTED if reason == b"abort" else Verdict.PASS
+    assert judge(200, b'{"choices": [%b]}' % choice, single=True) is verdict
+
+
 @pytest.mark.parametrize(
     ("piece", "verdict"),
     [

@@ -72,9 +72,10 @@ async def test_a_replica_that_drains_already_may_leave_the_list(start, pair, tmp
     file.write_text(f"{pair[0].url}\n")
     running = await start([], ready=1, replicas_file=str(file))
     replicas = running.daemon.replicas
-    with replicas.in_flight(replicas.fleet["r0"], parse(b"{}"), b"{}"):
-        running.daemon.control.remove_replica("r0", drain=True)
-        file.write_text(f"{pair[1].url}\n")
-        await running.until_ready(1)
-        assert [r.url for r in replicas.fleet.routable()] == [pair[1].url]
+    lease = replicas.begin(replicas.fleet["r0"], parse(b"{}"), b"{}")
+    running.daemon.control.remove_replica("r0", drain=True)
+    file.write_text(f"{pair[1].url}\n")
+    await running.until_ready(1)
+    assert [r.url for r in replicas.fleet.routable()] == [pair[1].url]
+    replicas.end(lease)
     await running.until(lambda: len(replicas.fleet) == 1)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import httpx
 import pytest
 
+from benchmarks.daemon import daemon
 from benchmarks.httpd import Arrival, Reply
 from proxy.upstream import HIGH_WATER_BYTES
 from tests.proxy.scripted import DONE, ScriptedReplica, Tap, error, event, raw
@@ -220,3 +222,57 @@ async def test_a_client_that_reads_slowly_slows_its_replica_down(start):
                     seen = sent
             # Ours, and what four kernel buffers of loopback hold.
             assert sent < HIGH_WATER_BYTES + 16_000_000
+
+
+async def test_clients_that_leave_under_a_fast_stream_are_no_error_of_the_loops(tmp_path):
+    """What is read for one that is gone is not written to its closed connection.
+
+    A daemon of its own: only uvloop raises then.
+    """
+    piece = event("x" * 200)
+
+    async def endless():
+        while True:
+            await asyncio.sleep(0)  # no more than its client takes
+            yield piece
+
+    async def script(arrival: Arrival) -> Reply:
+        return Reply(200, b"", "text/event-stream", (), endless())
+
+    log = tmp_path / "log"
+    body = json.dumps(BODY).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    async with ScriptedReplica(script) as replica, daemon([replica.url], log) as served:
+        url = httpx.URL(served)
+        for _ in range(60):
+            reader, writer = await asyncio.open_connection(url.host, url.port)
+            writer.write(head + body)
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            for _ in range(20):
+                await reader.read(1000)
+            writer.transport.abort()
+        async with httpx.AsyncClient(base_url=served, trust_env=False) as client:
+            for _ in range(500):
+                status = (await client.get("/proxy/status")).json()
+                if not status["replicas"][0]["inflight"]:
+                    break
+                await asyncio.sleep(0.02)
+            assert not status["replicas"][0]["inflight"]
+    assert "Traceback" not in log.read_text()
+    assert "Fatal" not in log.read_text()
+
+
+async def test_a_reply_whose_length_is_meant_for_one_connection_still_has_an_end(start):
+    """``connection: content-length`` takes the header away: the client needs another one."""
+    whole = b'{"choices": []}'
+
+    async def script(arrival: Arrival) -> Reply:
+        head = b"HTTP/1.1 200 OK\r\nconnection: content-length\r\n"
+        return await raw(
+            replica, arrival, head + b"content-length: %d\r\n\r\n%b" % (len(whole), whole)
+        )
+
+    async with ScriptedReplica(script) as replica:
+        running = await start([replica.url])
+        answer = await running.client.post("/v1/completions", json=BODY | {"stream": False})
+        assert answer.content == whole

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import ipaddress
 import logging
+import socket
 import ssl
+import threading
 
 import httpx
 import pytest
+import uvloop
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from benchmarks.httpd import Server, _Connection
+from benchmarks.httpd import Arrival, Reply, Server, _Connection
 from proxy.settings import Secrets
+from proxy.upstream import Upstream
+from routing.ids import ReplicaId
 from tests.proxy.scripted import OK, ScriptedReplica, Tap, event
 
 NOW = datetime.datetime.now(datetime.UTC)
@@ -96,6 +102,76 @@ async def test_a_private_ca_is_trusted_for_probes_and_generations(start, authori
             assert answer.content == OK
         seen = [*replica.probes, *replica.generations]
         assert {arrival.header("authorization") for arrival in seen} == {"Bearer over-tls"}
+
+
+async def test_large_replies_over_tls_come_whole_on_one_connection(start, authority):
+    ca, context = authority
+    text = b'{"choices": [{"text": "%b", "finish_reason": "stop"}]}'
+    whole = text % b"".join(b"%07d " % number for number in range(60_000))
+
+    async def script(arrival: Arrival) -> Reply:
+        return Reply(200, whole)
+
+    async with secure(context, script=script) as replica:
+        running = await start([replica.url], ca_file=str(ca))
+        for _ in range(3):
+            answer = await running.complete("tiny", [1])
+            assert answer.content == whole
+        assert len(running.daemon.replicas.upstream(ReplicaId("r0")).opened) == 1
+
+
+BODY = b"".join(b"%07d " % number for number in range(20_000))
+
+
+def serve_and_close(listener: socket.socket, context: ssl.SSLContext, answer: bytes) -> None:
+    """Until the listener is closed: all of the answer at once, and the end right behind it."""
+    with contextlib.suppress(OSError):
+        while True:
+            plain, _ = listener.accept()
+            with contextlib.suppress(OSError), context.wrap_socket(plain, server_side=True) as conn:
+                asked = b""
+                while b"\r\n\r\n" not in asked:
+                    asked += conn.recv(4096)
+                conn.sendall(b"HTTP/1.1 200 OK\r\nconnection: close\r\n" + answer)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(b"content-length: %d\r\n\r\n%b" % (len(BODY), BODY), id="length"),
+        pytest.param(
+            b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY),
+            id="chunked",
+        ),
+        pytest.param(b"\r\n" + BODY, id="end-of-connection"),
+    ],
+)
+def test_a_reply_is_whole_though_its_server_closes_right_behind_it(authority, answer, whole):
+    """On uvloop, which drops what of a TLS stream its reader had no room for at the stream's end:
+    with a small buffer a quarter of these were cut."""
+    ca, context = authority
+
+    async def ask(there: Upstream) -> bytes:
+        pieces: list[bytes] = []
+        reply = await there.ask(b"POST /x HTTP/1.1\r\nhost: x\r\n\r\n", b"", whole=whole)
+        if whole:
+            return bytes(await reply.whole() or b"")
+        assert await reply.pour(lambda piece: pieces.append(piece) is None)
+        return b"".join(pieces)
+
+    async def all_of(port: int) -> list[bytes]:
+        there = Upstream(f"https://127.0.0.1:{port}", context=ssl.create_default_context(cafile=ca))
+        return [await ask(there) for _ in range(40)]
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = threading.Thread(target=serve_and_close, args=(listener, context, answer))
+        serving.start()
+        try:
+            assert uvloop.run(all_of(listener.getsockname()[1])) == [BODY] * 40
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            serving.join()
 
 
 async def test_a_stream_over_tls_that_is_cut_breaks_visibly(start, authority):

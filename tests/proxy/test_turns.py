@@ -9,6 +9,7 @@ from functools import partial
 import httpx
 
 from proxy import turns
+from proxy.settings import Secrets
 from proxy.turns import Turns
 from tests.proxy.scripted import OK, ScriptedReplica, until
 
@@ -49,6 +50,24 @@ async def test_each_of_a_burst_is_answered_once(start, monkeypatch):
             answers = await asyncio.gather(*asked)
         assert [answer.content for answer in answers] == [OK] * 50
         assert len(replica.generations) == 50
+
+
+async def test_who_is_refused_and_gone_by_then_gets_no_answer(start, monkeypatch):
+    """An answer written to a connection that is closed would be an error of the loop's."""
+    waiting = []
+    async with ScriptedReplica() as replica:
+        running = await start([replica.url], secrets=Secrets(api_key="k"))
+        monkeypatch.setattr(Turns, "begin", lambda self, *both: waiting.append(both))
+        url = httpx.URL(running.url)
+        _, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(REQUEST + BODY)
+        await until(lambda: waiting)
+        start_it, generation = waiting[0]
+        writer.close()
+        await until(lambda: generation.gone)
+        await asyncio.sleep(0.02)
+        start_it(generation)
+        assert not generation.started
 
 
 async def test_who_leaves_while_it_waits_for_its_turn_is_not_sent_and_is_counted(

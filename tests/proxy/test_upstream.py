@@ -357,3 +357,114 @@ async def test_connects_to_one_replica_come_no_faster_than_its_listener_takes_th
         there.close()
         server.close()
         await until(lambda: not there.opened)
+
+
+def large(size: int) -> tuple[bytes, bytes]:
+    """A body in which no two places look alike, and its head."""
+    body = b"".join(b"%07d " % number for number in range(size // 8 + 1))[:size]
+    return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size, body
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100, 20_000, 40_000])
+@pytest.mark.parametrize("size", [16_384, 16_385, 32_768, 32_769, 50_000, 98_304, 9_000_000])
+async def test_a_large_body_is_read_whole_wherever_it_is_cut(size, cut):
+    """What is still to come is read where it stays, and the connection is used again."""
+    head, body = large(size)
+    async with serving(once(head + body[:cut], body[cut:])) as there:
+        for _ in range(3):
+            reply = await there.ask(HEAD, b"{}", whole=True)
+            assert await reply.whole() == body
+            assert await reply.whole() == body
+            assert reply.complete
+        assert len(there.opened) == 1
+
+
+@pytest.mark.parametrize("more", [b"x", WHOLE, b"x" * 100_000])
+async def test_what_follows_a_large_body_is_nobodys_reply(more, monkeypatch):
+    monkeypatch.setattr(upstream, "IDLE_S", 60.0)
+    head, body = large(200_000)
+    async with serving(once(head + body + more)) as there:
+        for _ in range(2):
+            reply = await there.ask(HEAD, b"{}", whole=True)
+            assert await reply.whole() == body
+            await until(lambda: not there.opened)
+
+
+async def test_a_large_body_cut_short_is_broken():
+    head, body = large(200_000)
+    async with serving(once(head + body[:150_000], close=True)) as there:
+        with pytest.raises(UpstreamBroken) as caught:
+            await there.ask(HEAD, b"{}", whole=True)
+        assert not caught.value.early
+        await until(lambda: not there.opened)
+
+
+async def test_a_large_body_given_up_half_way_closes_the_connection():
+    head, body = large(200_000)
+    stay = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request(reader)
+        writer.write(head + body[:150_000])
+        await stay.wait()
+
+    async with serving(serve) as there:
+        asked = asyncio.ensure_future(there.ask(HEAD, b"{}", whole=True))
+        await until(lambda: any(c._rest is not None for c in there.opened))
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        await until(lambda: not there.opened)
+        stay.set()
+
+
+CHUNK = b"8\r\n%07d \r\n"
+
+
+async def test_a_body_is_poured_piece_by_piece_to_its_end():
+    chunks = [CHUNK % number for number in range(200)]
+    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    got: list[bytes] = []
+
+    def take(piece: bytes) -> bool:
+        got.append(piece)
+        return True
+
+    async with serving(once(head, *chunks, b"0\r\n\r\n")) as there:
+        for _ in range(2):
+            got.clear()
+            reply = await there.ask(HEAD, b"{}", whole=False)
+            assert await reply.pour(take)
+            assert b"".join(got) == b"".join(b"%07d " % number for number in range(200))
+            assert reply.complete
+        assert len(there.opened) == 1
+
+
+async def test_who_has_no_room_gets_the_next_piece_when_it_asks_again():
+    chunks = [CHUNK % number for number in range(50)]
+    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    got: list[bytes] = []
+
+    def take(piece: bytes) -> bool:
+        got.append(piece)
+        return False
+
+    async with serving(once(head, *chunks, b"0\r\n\r\n")) as there:
+        reply = await there.ask(HEAD, b"{}", whole=False)
+        times = 0
+        while not await reply.pour(take):
+            times += 1
+            assert len(got) == times
+            await asyncio.sleep(0.001)
+            assert len(got) == times  # nothing is given unasked
+        assert b"".join(got) == b"".join(b"%07d " % number for number in range(50))
+
+
+async def test_a_body_that_breaks_while_it_is_poured_is_broken():
+    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    got: list[bytes] = []
+    async with serving(once(head, CHUNK % 1, close=True)) as there:
+        reply = await there.ask(HEAD, b"{}", whole=False)
+        with pytest.raises(UpstreamBroken):
+            await reply.pour(lambda piece: got.append(piece) is None)
+        assert got == [b"0000001 "]
