@@ -86,10 +86,12 @@ def table(results: Sequence[Result]) -> str:
             cpu = (
                 f"{statistics.median(found.cpu_us):>12.0f}" if found.name != "direct" else " " * 12
             )
+            idle = f"{found.idle_ms_per_s:>10.1f}" if found.name != "direct" else " " * 10
             memory = f"{found.memory_mb:>6.0f}" if found.name != "direct" else " " * 6
             lines.append(
-                f"{lead}{statistics.median(found.per_s):>7.0f} {p50:>14} {p99:>8} {cpu} {memory} "
-                f"{sum(found.wrong.values()):>6}  {'' if of is None else f'{of:>10.2f}'}".rstrip()
+                f"{lead}{statistics.median(found.per_s):>7.0f} {p50:>14} {p99:>8} {cpu} {idle} "
+                f"{memory} {sum(found.wrong.values()):>6}  "
+                f"{'' if of is None else f'{of:>10.2f}'}".rstrip()
             )
     return "\n".join(lines)
 

@@ -52,9 +52,6 @@ class MixedClient(Client):
         count, kind = self.load.count, wire.kind_of(number)
         if kind is Kind.FAILED and self.status == 500 and b"made to fail" in self.start:
             count.ends["failed"] += 1
-        elif kind is Kind.CUT:
-            count.wrong_body += 1
-            self.load.note(f"a stream that was broken off came whole: {self.start!r}")
         else:
             whole_bytes = wire.stream_bytes(CHUNKS) if kind.streams else REPLY_BYTES
             if self.whole(number, whole_bytes) is not None:

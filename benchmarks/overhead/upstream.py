@@ -15,6 +15,7 @@ import struct
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Self, cast
 
 import uvloop
@@ -112,7 +113,7 @@ class Upstreams:
             if kind is Kind.FAILED or (kind is Kind.FAILED_ONCE and first):
                 connection.transport.write(FAILED)
                 return
-            if kind is Kind.RESET and first:
+            if kind is Kind.RESET and first and connection.breaks(number):
                 connection.reset()
                 return
         delay_s = wire.delay_s(number, self.answers.delay_s) if number > wire.NUMBERS else 0.0
@@ -129,7 +130,8 @@ class Upstreams:
         streams = not self.answers.mixed or wire.kind_of(number).streams
         if self.answers.chunks and streams and number > wire.NUMBERS:
             connection.transport.write(self.stream_head + wire.event(start))
-            if self.answers.mixed and wire.kind_of(number) is Kind.CUT:
+            cut = self.answers.mixed and wire.kind_of(number) is Kind.CUT
+            if cut and connection.breaks(number):
                 self.loop.call_later(self.answers.interval_s, connection.reset)
                 return
             self.loop.call_later(self.answers.interval_s, self._next, connection, 1)
@@ -149,8 +151,9 @@ class Upstreams:
 class Connection(asyncio.Protocol):
     """One request at a time, as proxies send them."""
 
-    def __init__(self, upstreams: Upstreams) -> None:
+    def __init__(self, upstreams: Upstreams, *, unsteady: bool = False) -> None:
         self._upstreams = upstreams
+        self._unsteady = unsteady
         self.transport: asyncio.Transport
         self._head = b""
         self._body: list[bytes] = []
@@ -159,6 +162,10 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+
+    def breaks(self, number: int) -> bool:
+        """Whether this request's connection may be broken here."""
+        return self._unsteady or number <= wire.NUMBERS + 50
 
     def reset(self) -> None:
         """As a process that dies: not even the end of what was sent is sure to arrive."""
@@ -215,8 +222,9 @@ async def serve(answers: Answers, sockets: list[socket.socket]) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(answers.certificate)
     loop = asyncio.get_running_loop()
-    for sock in sockets:
-        await loop.create_server(lambda: Connection(upstreams), sock=sock, ssl=context)
+    for index, sock in enumerate(sockets):
+        make = partial(Connection, upstreams, unsteady=index % 2 == 1)
+        await loop.create_server(make, sock=sock, ssl=context)
     print("ready", flush=True)
     await asyncio.get_running_loop().create_future()
 

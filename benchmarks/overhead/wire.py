@@ -59,8 +59,9 @@ _OFTEN = {
 def kind_of(number: int) -> Kind:
     """One in 50 of each; resets one in 500 and broken streams one in 10,000.
 
-    Each of these two may cost a replica up to 30 s out of rotation (``broadcast.fleet``), and a
-    fleet that has lost one connection after the other carries nothing. All are in the first 50.
+    Each of these two may cost a replica up to 30 s out of rotation (``broadcast.fleet``): past the
+    first 50 numbers, which have all kinds, only every other upstream breaks connections. Else a
+    fast daemon soon has one replica left, and nobody to ask for a second opinion.
     """
     round_, place = divmod(number, 50)
     if place == 6 and not round_ % 10:
