@@ -31,7 +31,8 @@ def delay_s(number: int, mean_s: float) -> float:
 
     Spread evenly, so that answers do not come in bursts.
     """
-    return mean_s * (0.5 + (number * _GOLDEN) % 1.0)
+    # Of the number as it is a float would have no digits behind the point.
+    return mean_s * (0.5 + ((number - NUMBERS) * _GOLDEN) % 1.0)
 
 
 class Kind(Enum):

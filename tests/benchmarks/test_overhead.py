@@ -219,6 +219,11 @@ def quiet(_: str) -> None:
     pass
 
 
+def test_delays_at_the_upstream_are_spread_evenly() -> None:
+    delays = sorted(wire.delay_s(wire.NUMBERS + number, 2.0) for number in range(1, 1001))
+    assert all(abs(d - (1.0 + 2.0 * rank / 1000)) < 0.01 for rank, d in enumerate(delays))
+
+
 def test_mixed_requests_end_as_each_has_to_and_leave_nothing_in_flight(tmp_path: Path) -> None:
     """All kinds are among the first 50 numbers. Who leaves may have been answered just before."""
     verdict = soak.million(100, 50, 4, tmp_path, quiet)
