@@ -53,14 +53,16 @@ def parse(body: bytes) -> Generation:
     return Generation(
         model=model if isinstance(model, str) else "",
         prompt=prompt,
-        weight=min(prompts * (n if type(n) is int and n > 0 else _count(n)), MAX_WEIGHT),
+        weight=min(prompts * _count(n), MAX_WEIGHT),
         stream=data.get("stream") is True,
         single=single,
     )
 
 
 def _count(n: Any) -> int:
-    """What vLLM makes of an ``n`` that is no plain number: pydantic takes "2" and 2.0 for 2."""
+    """What vLLM makes of ``n``, at least 1: pydantic takes "2" and 2.0 for 2."""
+    if type(n) is int:
+        return max(1, n)
     try:
         value = float(n) if isinstance(n, str | float) else 1.0
     except ValueError:

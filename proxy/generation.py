@@ -404,7 +404,7 @@ class Generations:
             client.reply(reply.status, headers, data)
             return
         client.start(reply.status, headers, length_known=length_known)
-        last: bytes | bytearray = data or b""
+        last: bytes | bytearray = b""
         counted = StreamTokens() if self._count_tokens and reply.status == 200 else None
 
         def take(piece: bytes | bytearray) -> bool:

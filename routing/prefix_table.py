@@ -121,12 +121,8 @@ class PrefixTable:
         next_end: BlockHash | None = None
         for block in chain((end,) if end is not None else (), reversed(path.blocks)):
             old = get(block)
-            if old is None:
-                blocks[block] = (number, bit, next_block, next_end, False)  # the youngest by that
-                added += 1
-            elif old[0] != number:
+            if old is None or old[0] != number:
                 blocks[block] = (number, bit, next_block, next_end, False)
-                renew(block)
                 added += 1
             else:
                 _, owners, first_block, first_end, parting = old
@@ -139,6 +135,7 @@ class PrefixTable:
                 new = (number, owners & living | bit, first_block, first_end, parting)
                 if new != old:
                     blocks[block] = new
+            if old is not None:  # else it is the youngest already
                 renew(block)
             if block is end:
                 next_end = end

@@ -418,38 +418,44 @@ async def test_a_large_body_given_up_half_way_closes_the_connection():
         stay.set()
 
 
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 CHUNK = b"8\r\n%07d \r\n"
 
 
+def in_chunks(count: int) -> tuple[Serve, bytes]:
+    """A server that writes each of so many chunks by itself, and the body they are."""
+    chunks = [CHUNK % number for number in range(count)]
+    body = b"".join(b"%07d " % number for number in range(count))
+    return once(CHUNKED, *chunks, b"0\r\n\r\n"), body
+
+
 async def test_a_body_is_poured_piece_by_piece_to_its_end():
-    chunks = [CHUNK % number for number in range(200)]
-    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    serve, body = in_chunks(200)
     got: list[bytes] = []
 
     def take(piece: bytes) -> bool:
         got.append(piece)
         return True
 
-    async with serving(once(head, *chunks, b"0\r\n\r\n")) as there:
+    async with serving(serve) as there:
         for _ in range(2):
             got.clear()
             reply = await there.ask(HEAD, b"{}", whole=False)
             assert await reply.pour(take)
-            assert b"".join(got) == b"".join(b"%07d " % number for number in range(200))
+            assert b"".join(got) == body
             assert reply.complete
         assert len(there.opened) == 1
 
 
 async def test_who_has_no_room_gets_the_next_piece_when_it_asks_again():
-    chunks = [CHUNK % number for number in range(50)]
-    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    serve, body = in_chunks(50)
     got: list[bytes] = []
 
     def take(piece: bytes) -> bool:
         got.append(piece)
         return False
 
-    async with serving(once(head, *chunks, b"0\r\n\r\n")) as there:
+    async with serving(serve) as there:
         reply = await there.ask(HEAD, b"{}", whole=False)
         times = 0
         while not await reply.pour(take):
@@ -457,13 +463,12 @@ async def test_who_has_no_room_gets_the_next_piece_when_it_asks_again():
             assert len(got) == times
             await asyncio.sleep(0.001)
             assert len(got) == times  # nothing is given unasked
-        assert b"".join(got) == b"".join(b"%07d " % number for number in range(50))
+        assert b"".join(got) == body
 
 
 async def test_a_body_that_breaks_while_it_is_poured_is_broken():
-    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
     got: list[bytes] = []
-    async with serving(once(head, CHUNK % 1, close=True)) as there:
+    async with serving(once(CHUNKED, CHUNK % 1, close=True)) as there:
         reply = await there.ask(HEAD, b"{}", whole=False)
         with pytest.raises(UpstreamBroken):
             await reply.pour(lambda piece: got.append(piece) is None)
