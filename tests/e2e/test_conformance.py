@@ -51,6 +51,9 @@ class Step:
     """The reply was cut short somewhere: how many tokens there are is chance."""
     beside: bool = False
     """Sent beside the steps that follow, and awaited at the end of the scenario."""
+    running: bool = False
+    """What follows a step beside waits until the engine runs it: the engine takes requests up in
+    their order, so once a later one is answered. 900 tokens last half a second or more after it."""
 
 
 def get(target: str, **more: Any) -> Step:
@@ -71,7 +74,9 @@ def unload(name: str) -> Step:
 
 
 def complete(*drop: str, **fields: Any) -> Step:
-    own = {k: fields.pop(k) for k in ("text", "loose", "beside", "headers") if k in fields}
+    own = {
+        k: fields.pop(k) for k in ("text", "loose", "beside", "running", "headers") if k in fields
+    }
     body = {
         "model": "@model",
         "prompt": PROMPT,
@@ -95,7 +100,7 @@ def chat(*drop: str, **fields: Any) -> Step:
     return post("/v1/chat/completions", kept, text=True, **own)
 
 
-LONG = {"max_tokens": 900, "beside": True, "loose": True}
+LONG = {"max_tokens": 900, "beside": True, "running": True}
 MESSAGES = {"model": "@model", "max_tokens": 4, "messages": CHAT, "temperature": 0}
 TOKENS = {"model": "@model", "token_ids": PROMPT}
 FOUR = {"max_tokens": 4, "ignore_eos": True}
@@ -103,7 +108,7 @@ NO_NAME = {"model": "nope", "max_tokens": 4, "messages": CHAT}
 TEXT_BODY = json.dumps({"model": "x", "prompt": "y"})
 VERSION = "/update_weight_version"
 TRANSFER = "/init_weight_transfer_engine"
-IN_FLIGHT_S = 0.2
+FIRST_S, SENT_S = 0.05, 0.2
 
 SCENARIOS: dict[str, list[Step]] = {
     "facts about the server": [
@@ -324,7 +329,7 @@ SCENARIOS: dict[str, list[Step]] = {
         get("/is_paused"),
     ],
     "requests in flight at an abort": [
-        complete(**LONG),
+        complete(loose=True, **LONG),
         post("/reset_prefix_cache"),
         post("/pause"),
         post("/resume"),
@@ -344,7 +349,7 @@ SCENARIOS: dict[str, list[Step]] = {
         post("/resume"),
     ],
     "requests preempted": [
-        complete(max_tokens=900, beside=True),
+        complete(**LONG),
         post("/reset_prefix_cache"),
         post("/reset_prefix_cache?reset_running_requests=true"),
     ],
@@ -480,9 +485,11 @@ class Session:
             for i, step in enumerate(steps):
                 if step.beside:
                     waiting[i] = group.create_task(self.send(step))
-                    # Nothing that may be asked tells in time when a request has reached the engine.
-                    # 900 tokens take half a second or more on an idle machine.
-                    await asyncio.sleep(IN_FLIGHT_S)
+                    if step.running:
+                        await asyncio.sleep(FIRST_S)
+                        await self.send(complete(max_tokens=1))
+                    else:
+                        await asyncio.sleep(SENT_S)
                 else:
                     answers[i] = await self.send(step)
         answers |= {i: task.result() for i, task in waiting.items()}
@@ -689,7 +696,7 @@ async def test_the_engine_dies_of_an_evicted_adapter_whose_files_are_gone(
                 write_adapter(folder / f"v{i}", i)
                 await session.send(load(f"v{i}", f"v{i}"))
             shutil.rmtree(folder / "v0")
-            deadly = [complete(**LONG), complete(model="v0", loose=True)]
+            deadly = [complete(loose=True, **LONG), complete(model="v0", loose=True)]
             stories.append(await session.play(deadly))
             statuses = set()
             async with asyncio.timeout(30):  # until nobody listens
