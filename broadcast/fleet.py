@@ -38,7 +38,7 @@ SLOW_PROBES = 3
 FLAP_S = 30.0
 """A stay in ``ready`` shorter than this counts as a flap: six intervals of the default probe."""
 MAX_BACK_OFF_S = 30.0
-"""Longest wait before a replica that flaps is tried again."""
+"""Longest wait before a replica that flaps is tried again, while at least half are ready."""
 DETAIL_CHARS = 500
 """Bound of ``last_error``: it is shown in the status and in the answer to ``/health``."""
 OTHER_WEIGHTS = "holds other weights: they were changed in place while it was away"
@@ -408,7 +408,7 @@ class Fleet:
             return self._move(
                 r, ReplicaState.JOINING, "missed_change", "a change was made without it", now_s
             )
-        if now_s < r.retry_at_s:
+        if now_s < r.retry_at_s and self._can_spare_suspects():
             return NONE
         return self._move(r, ReplicaState.READY, "", "answers again", now_s)
 
@@ -690,6 +690,11 @@ class Fleet:
     def _back_off(self, r: Replica, now_s: float) -> None:
         r._flaps = min(r._flaps + 1, 16)
         r.retry_at_s = now_s + min(MAX_BACK_OFF_S, 2.0**r._flaps - 1)
+
+    def _can_spare_suspects(self) -> bool:
+        """Past half of those that answer, trouble is in what lies between: waiting mends nothing."""
+        suspect = sum(r.state is ReplicaState.SUSPECT for r in self)
+        return len(self.routable()) >= suspect
 
     def _new_life(self, r: Replica, now_s: float) -> None:
         r.epoch += 1

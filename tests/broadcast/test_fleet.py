@@ -469,6 +469,20 @@ def test_one_that_keeps_breaking_connections_comes_back_later_each_time():
     assert waits[0] <= 1.0 < waits[-1] <= MAX_BACK_OFF_S
 
 
+def test_no_more_than_half_wait_out_their_broken_connections():
+    """A network that breaks connections of all replicas must not leave the work to one of them."""
+    fleet, replicas = ready(8)
+    fewest, now_s = 8, LONG_S
+    for n in range(200):
+        fleet.connection_lost(replicas[n % 8].id, "reset", now_s)
+        for r in replicas:
+            if r.state is ReplicaState.SUSPECT:
+                fleet.probe_ok(r.id, probe(now_s), now_s)
+        fewest = min(fewest, len(fleet.routable()))
+        now_s += 0.1
+    assert fewest == 4
+
+
 # In-place changes
 
 
