@@ -38,32 +38,25 @@ class Failed:
 async def look(calls: Calls, replica: ReplicaId, now_s: Callable[[], float]) -> Probe | Failed:
     """One deep probe. ``/is_paused`` goes through the engine's loop; ``/health`` would not.
 
-    A server without the development endpoints still counts as alive: then only its list of models
-    is known.
+    One call after the other, so that one connection, and one TLS handshake, is enough. A server
+    without the development endpoints still counts as alive: then only its list of models is known.
     """
     sent_at_s = now_s()
-    models, paused, weights = await asyncio.gather(
-        calls(replica, "GET", "/v1/models", timeout_s=PROBE_TIMEOUT_S),
-        calls(replica, "GET", "/is_paused", timeout_s=PROBE_TIMEOUT_S),
-        calls(replica, "GET", "/weight_info", timeout_s=PROBE_TIMEOUT_S),
-    )
-    for answer in (models, paused):
-        if isinstance(answer, NoAnswer):
-            return Failed(answer.cause.value, answer.detail)
+    models = await calls(replica, "GET", "/v1/models", timeout_s=PROBE_TIMEOUT_S)
+    if failed := _failed(models):
+        return failed
+    paused = await calls(replica, "GET", "/is_paused", timeout_s=PROBE_TIMEOUT_S)
+    if failed := _failed(paused):
+        return failed
     assert isinstance(models, Answer)
     assert isinstance(paused, Answer)
-    for answer in (models, paused):
-        verdict = judge(answer.status, answer.body)
-        if verdict is Verdict.TOKEN_REJECTED:
-            return Failed("token_rejected", f"{answer.status}: the token was rejected")
-        if verdict is Verdict.ENGINE_DEAD:
-            return Failed("engine_dead", answer.text(300), engine_dead=True)
     if paused.status >= 500:
         # The API server still lists its models while its engine is dead.
         return Failed(f"is_paused_{paused.status}", f"/is_paused: {paused.text(300)}")
     if models.status != 200:
         code = "edge" if judge(models.status, models.body) is Verdict.EDGE else "models"
         return Failed(f"{code}_{models.status}", f"/v1/models: {models.status} {models.text(200)}")
+    weights = await calls(replica, "GET", "/weight_info", timeout_s=PROBE_TIMEOUT_S)
     listed = read_models(models)
     if listed is None:
         return Failed("not_vllm", f"/v1/models is not a list of models: {models.text(200)}")
@@ -74,6 +67,18 @@ async def look(calls: Calls, replica: ReplicaId, now_s: Callable[[], float]) -> 
         paused=_field(paused, "is_paused") is True,
         identity=_text(_field(weights, "weight_version")),
     )
+
+
+def _failed(answer: Answer | NoAnswer) -> Failed | None:
+    """What an answer to any of the calls says of the replica, if that is bad."""
+    if isinstance(answer, NoAnswer):
+        return Failed(answer.cause.value, answer.detail)
+    verdict = judge(answer.status, answer.body)
+    if verdict is Verdict.TOKEN_REJECTED:
+        return Failed("token_rejected", f"{answer.status}: the token was rejected")
+    if verdict is Verdict.ENGINE_DEAD:
+        return Failed("engine_dead", answer.text(300), engine_dead=True)
+    return None
 
 
 def _field(answer: Answer | NoAnswer, name: str) -> object:
