@@ -18,7 +18,7 @@ import orjson
 from broadcast.answer import Cause
 from broadcast.fleet import Replica
 from broadcast.suspects import Verdict as Suspicion
-from proxy.body import Generation, NotJson, parse
+from proxy.body import Bodies, Generation, NotJson
 from proxy.client import Client, ClientGone
 from proxy.errors import (
     BadRequest,
@@ -110,6 +110,7 @@ class Generations:
         self._most = most
         """Carried at once: one more would find no descriptor, and cost others theirs."""
         self._carried = 0
+        self._bodies = Bodies()
         self._not_forwarded = (
             NOT_FORWARDED - {b"authorization"} if keep_authorization else NOT_FORWARDED
         )
@@ -154,7 +155,7 @@ class Generations:
     async def _serve(self, client: Client, record: RequestRecord) -> None:
         body = await client.body(self._body_timeout_s)
         try:
-            generation = parse(body)
+            generation = self._bodies.read(body)
         except NotJson as exc:
             raise BadRequest(str(exc)) from None
         record.received_s = monotonic()
@@ -242,10 +243,17 @@ class Generations:
                 if excluded and all(r.id in excluded for r in candidates):
                     excluded = frozenset()
                 decision = replicas.choose(
-                    RouteRequest(generation.model, generation.prompt, generation.weight, excluded),
+                    RouteRequest(
+                        generation.model,
+                        generation.prompt,
+                        generation.weight,
+                        excluded,
+                        generation.path,
+                    ),
                     candidates,
                 )
                 if decision is not None:
+                    generation.path = decision.path
                     return replicas.fleet[decision.replica], decision
             replicas.ledger.named(generation.model, monotonic())  # who waits for it needs it
             if replicas.reserves_one(generation.model):

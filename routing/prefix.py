@@ -85,7 +85,7 @@ class Prefix:
             fleet = _Fleet(allowed(request, candidates), self._table)
         if not fleet.candidates:
             return NoReplica()
-        trail = self._paths.of(request.model, request.prompt)
+        trail = request.path or self._paths.of(request.model, request.prompt)
         known = self._table.look(request.model, trail)
         owners = _owners_of_own_part(known, trail, everyone) & fleet.all_bits
         loads = [candidate.inflight for candidate in fleet.candidates]

@@ -53,6 +53,9 @@ class RouteRequest:
     """How many prompts the call carries (``n`` times the length of a list of prompts)."""
     exclude: frozenset[ReplicaId] = frozenset()
     """Replicas that failed this request already."""
+    path: Path | None = field(default=None, compare=False, repr=False)
+    """What this policy gave as ``Decision.path`` for the same model and prompt, if that is known.
+    """
 
 
 @dataclass(slots=True)  # as RouteRequest
