@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from proxy.body import MAX_WEIGHT, NotJson, parse
+from proxy import body
+from proxy.body import MAX_WEIGHT, Bodies, NotJson, parse
 from routing.blocks import chain
 
 DEEP = b'{"prompt":' + b"[" * 5000 + b"]" * 5000 + b"}"
@@ -135,3 +138,82 @@ def test_only_true_is_a_stream():
 )
 def test_a_single_choice_is_told_from_several(fields, single):
     assert parse(json.dumps(fields).encode()).single is single
+
+
+# Bodies that were read before
+
+TRL = b'{"model": "v3", "prompt": [1, 2, 3], "n": 1, "seed": %d}'
+
+
+def test_rollouts_that_differ_in_their_seed_alone_are_parsed_once(monkeypatch):
+    parsed = []
+    monkeypatch.setattr(body, "parse", lambda found: (parsed.append(found), parse(found))[1])
+    bodies = Bodies()
+    first = bodies.read(TRL % 9_223_372_036_854_775_807)
+    assert all(bodies.read(TRL % seed) is first for seed in range(8))
+    assert bodies.read((TRL % 0).replace(b"[1", b"[4")) is not first
+    assert bodies.read((TRL % 0).replace(b"v3", b"v4")).model == "v4"
+    assert len(parsed) == 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        b'{"model": "v3", "prompt": [1, 2, 3], "seed": 5, "n": 2}',
+        b'{"model": "v3", "prompt": [1, 2, 3], "n": 1, "more": {"seed": 5}}',
+        b'{"model": "v3", "prompt": [1, 2, 3], "n": 1, "seed": 5.5}',
+        b'{"model": "v3", "prompt": [1, 2, 3], "n": 1, "seed":5}',
+        b'{"model": "v3", "prompt": [1, 2, 3], "n": 1, "user": "\\"seed\\": 5}"}',
+        b'{"model": "v3", "prompt": [1, 2, 3], "n": 1, "Seed": 5}',
+    ],
+)
+def test_what_only_looks_like_a_seed_at_the_end_is_read_as_it_is(other):
+    bodies = Bodies()
+    bodies.read(TRL % 5)
+    assert bodies.read(other) == parse(other)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b'{"model": "v3", "prompt": [1, 2, 3], "n": 1, "seed": 007}',
+        b'{"model": "v3", "prompt": [1, 2, 3], "n": 1, "seed": }',
+        b'{"model": "v3", "prompt": [1, 2, 3], "n": 1, "seed":',
+        b'{"model": "v3", "prompt": [1, 2, 3], "n": 1, "seed": 5',
+        b'{"model": "v3", "prompt": [1, 2, 3], "n": 1, "seed": 5}}',
+        b"",
+    ],
+)
+def test_what_is_no_json_is_refused_though_a_good_one_began_so(broken):
+    bodies = Bodies()
+    bodies.read(TRL % 5)
+    with pytest.raises(NotJson):
+        bodies.read(broken)
+
+
+NAMES = st.sampled_from(["model", "prompt", "n", "seed", "stream", '"seed": 5}'])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 9) | st.sampled_from(["a", '"seed": 5}', "5}"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.lists(st.dictionaries(NAMES, VALUES, max_size=4), max_size=8))
+def test_what_was_read_before_changes_nothing(said):
+    bodies = Bodies()
+    for data in said + said:
+        for text in (json.dumps(data), json.dumps(data, separators=(",", ":"))):
+            assert bodies.read(text.encode()) == parse(text.encode())
+
+
+def test_what_is_remembered_is_bounded(monkeypatch):
+    monkeypatch.setattr(body, "KEPT_BYTES", 1000)
+    bodies = Bodies()
+    for number in range(100):
+        bodies.read(b'{"prompt": "%d"}' % (10**40 + number))
+    assert 900 < sum(map(len, bodies._kept)) == bodies._kept_bytes <= 1000
+    latest = bodies.read(b'{"prompt": "%d"}' % (10**40 + 99))
+    assert bodies.read(b'{"prompt": "%d"}' % (10**40 + 99)) is latest
+    bodies.read(b'{"prompt": "%s"}' % (b"x" * 2000))
+    assert (len(bodies._kept), bodies._kept_bytes) == (0, 0)

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from benchmarks.httpd import Arrival, Reply
+from routing import blocks
 from tests.proxy.scripted import OK, ScriptedReplica, error, ok
 
 ROUTED = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/inference/v1/generate")
@@ -288,3 +289,20 @@ async def test_idle_connections_are_used_again(start):
         for _ in range(5):
             await running.complete("tiny", [1])
         assert len({arrival.connection for arrival in replica.generations}) == 1
+
+
+async def test_a_group_is_hashed_once_and_each_of_it_arrives_with_its_own_seed(start, monkeypatch):
+    hashed = []
+    digest = blocks.prompt_digest
+    monkeypatch.setattr(
+        blocks, "prompt_digest", lambda *given: (hashed.append(given), digest(*given))[1]
+    )
+    async with ScriptedReplica() as replica:
+        running = await start([replica.url])
+        for adapter in ("", "tiny"):
+            for seed in range(8):
+                prompt = list(range(100))
+                answer = await running.complete(adapter, prompt, seed=seed)
+                assert answer.headers["x-rollmux-route"] == ("affinity" if seed else "unmatched")
+                assert json.loads(replica.generations[-1].body)["seed"] == seed
+        assert [model for model, _ in hashed] == ["", "tiny"]
