@@ -692,7 +692,7 @@ class Fleet:
         r.retry_at_s = now_s + min(MAX_BACK_OFF_S, 2.0**r._flaps - 1)
 
     def _can_spare_suspects(self) -> bool:
-        """Past half of those that answer, trouble is in what lies between: waiting mends nothing."""
+        """Past half of those that answer, the trouble is in between: waiting mends nothing."""
         suspect = sum(r.state is ReplicaState.SUSPECT for r in self)
         return len(self.routable()) >= suspect
 

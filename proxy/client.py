@@ -121,9 +121,8 @@ class Client:
     def write(self, data: bytes | bytearray) -> bool:
         """A piece of the answer. False: wait until ``drained`` before the next one."""
         if self._chunked:
-            self._transport.writelines((b"%x\r\n" % len(data), data, b"\r\n"))
-        else:
-            self._transport.write(data)
+            data = b"".join((b"%x\r\n" % len(data), data, b"\r\n"))
+        self._transport.write(data)
         return not self._flow.write_paused
 
     async def drained(self) -> None:

@@ -30,7 +30,7 @@ from proxy.errors import (
     UpstreamLost,
     bug_body,
 )
-from proxy.judge import Verdict, judge, judge_piece, readable
+from proxy.judge import Verdict, engine_died, judge, judge_piece, readable
 from proxy.record import RequestRecord
 from proxy.replicas import Replicas
 from proxy.reply_tokens import StreamTokens, of_whole
@@ -423,7 +423,7 @@ class Generations:
             record.reply_bytes += len(piece)
             if counted is not None:
                 counted.feed(piece)
-            if judge_piece(piece) is Verdict.ENGINE_DEAD:
+            if engine_died(piece):
                 record.error = Verdict.ENGINE_DEAD
             return client.write(piece)
 

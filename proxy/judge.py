@@ -76,17 +76,22 @@ def judge(status: int, body: bytes | bytearray, *, single: bool = False) -> Verd
 
 
 def judge_piece(piece: bytes | bytearray) -> Verdict:
-    """What a piece of a 200 stream says: an engine that dies under one sends an error event.
+    """What the first piece of a 200 stream says; of the others see ``engine_died``."""
+    if engine_died(piece):
+        return Verdict.ENGINE_DEAD
+    return Verdict.EDGE if _is_page(piece) else Verdict.PASS
+
+
+def engine_died(piece: bytes | bytearray) -> bool:
+    """Whether a piece of a 200 stream says so: an engine that dies under one sends an error event.
 
     vLLM 0.27.1 then ends the stream as any other (entrypoints/generate/base/serving.py,
     create_streaming_error_response). Several events may have come as one piece; text that a model
     wrote is inside of an event's JSON, where a line break is an escape.
     """
-    if _ENGINE_DEAD in piece and any(
+    return _ENGINE_DEAD in piece and any(
         piece.startswith(begin) or b"\n" + begin in piece for begin in _ERROR_EVENTS
-    ):
-        return Verdict.ENGINE_DEAD
-    return Verdict.EDGE if _is_page(piece) else Verdict.PASS
+    )
 
 
 _ERROR_EVENTS = (b'data: {"error"', b"event: error")
