@@ -320,8 +320,9 @@ SWEPT = {
 
 def sweep(parsed: argparse.Namespace, trace: Trace) -> list[Options]:
     """All combinations of what was given."""
-    instead = {
-        "replicas": trace.replicas() or Options().replicas,
+    usual = Options()
+    instead = asdict(usual) | {
+        "replicas": trace.replicas() or usual.replicas,
         "inflight": trace.inflight,
     }
     values = [getattr(parsed, name) or [instead[name]] for name in SWEPT]

@@ -57,6 +57,10 @@ class Unusable(Exception):
     """There is nothing to replay to. One line, which names the server and what to do."""
 
 
+VOCABULARY = 32_000
+"""Token ids of made-up prompts are below it: no model of today knows fewer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """How it is sent."""
@@ -68,7 +72,7 @@ class Options:
     """So many times as fast as recorded."""
     model: str | None = None
     """For all requests; None: as recorded, and the server's first where nothing was."""
-    vocab_size: int = 32_000
+    vocab_size: int = VOCABULARY
     replica_metrics: tuple[str, ...] = ()
     """URLs of the replicas; without any, those that rollmux tells."""
     seed: int = 0
@@ -615,15 +619,14 @@ def main(parsed: argparse.Namespace) -> int:
 
 
 def _options(parsed: argparse.Namespace) -> Options:
-    if parsed.router or parsed.replicas:
-        raise SettingsError("--url: the policy and the replicas are the server's own")
     inflight = parsed.inflight or [None]
     if len(inflight) > 1:
         raise SettingsError("--inflight: one number with --url")
     if parsed.inflight is not None and parsed.speed is not None:
         raise SettingsError("--inflight and --speed: give one of them")
-    if parsed.vocab_size < LEAST_VOCABULARY:
-        raise SettingsError(f"--vocab-size: {parsed.vocab_size} tokens tell no prompts apart")
+    vocab_size = parsed.vocab_size or VOCABULARY
+    if vocab_size < LEAST_VOCABULARY:
+        raise SettingsError(f"--vocab-size: {vocab_size} tokens tell no prompts apart")
     try:
         url = replica_url(parsed.url)
         metrics = tuple(replica_url(each) for each in parsed.replica_metrics or ())
@@ -634,7 +637,7 @@ def _options(parsed: argparse.Namespace) -> Options:
         inflight[0],
         parsed.speed or 1.0,
         parsed.model,
-        parsed.vocab_size,
+        vocab_size,
         metrics,
         parsed.seed,
     )

@@ -12,7 +12,7 @@ import difflib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
@@ -211,33 +211,42 @@ def _demo(parsed: argparse.Namespace) -> int:
     return demo(parsed)
 
 
+FLEET = (
+    "router", "replicas", "spill_threshold", "cache_tokens", "max_num_seqs", "step_ms",
+    "sequence_us", "prefill_us",
+)  # fmt: skip
+"""Options of replay that say something of simulated replicas and of what routes to them."""
 TRAINER_LOOP = (
     "samples_per_step", "queue", "sync_every", "sync_s", "max_staleness", "steps", "pause",
 )  # fmt: skip
-"""Options of replay that say something of a trainer."""
+"""Those that say something of a simulated trainer."""
+SERVER = ("speed", "model", "vocab_size", "replica_metrics", "api_key_env")
+"""Those of a real server. All of these are None unless they were given."""
 
 
 def _replay(parsed: argparse.Namespace) -> int:
     if parsed.url is not None:
-        for name in ("trainer_step_s", *TRAINER_LOOP):
-            if getattr(parsed, name) is not None:
-                raise SettingsError(f"--{name.replace('_', '-')}: is simulated, not sent to --url")
+        _refuse_given(parsed, FLEET, "is the server's own with --url, which simulates nothing")
+        _refuse_given(parsed, ("trainer_step_s", *TRAINER_LOOP), "is simulated, not sent to --url")
         from benchmarks.replay_http import main as replay_http
 
         return replay_http(parsed)
-    for name in ("speed", "model", "replica_metrics", "api_key_env"):
-        if getattr(parsed, name) is not None:
-            raise SettingsError(f"--{name.replace('_', '-')}: goes with --url only")
+    _refuse_given(parsed, SERVER, "goes with --url only")
     if parsed.trainer_step_s is not None:
         from benchmarks.what_if import main as what_if
 
         return what_if(parsed)
-    for name in TRAINER_LOOP:
-        if getattr(parsed, name) is not None:
-            raise SettingsError(f"--{name.replace('_', '-')}: goes with --trainer-step-s only")
+    _refuse_given(parsed, TRAINER_LOOP, "goes with --trainer-step-s only")
     from benchmarks.replay import main as replay
 
     return replay(parsed)
+
+
+def _refuse_given(parsed: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """An option that would change nothing is told, not ignored."""
+    for name in names:
+        if getattr(parsed, name) is not None:
+            raise SettingsError(f"--{name.replace('_', '-')}: {why}")
 
 
 def _doctor(given: Mapping[str, object], environ: Mapping[str, str]) -> int:
@@ -374,44 +383,44 @@ def parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
         "--spill-threshold",
         metavar="N[,N…]",
         type=_several(_positive(int, zero=True)),
-        default="8",
+        default=None,
         help="how many rollouts ahead of the least loaded replica the favourite may be (default: "
-        "%(default)s)",
+        "8)",
     )
     replay.add_argument(
         "--cache-tokens",
         metavar="N[,N…]",
         type=_several(_positive(int, bound=1_000_000_000)),
-        default="2000000",
-        help="size of each replica's prefix cache, in tokens (default: %(default)s)",
+        default=None,
+        help="size of each replica's prefix cache, in tokens (default: 2000000)",
     )
     replay.add_argument(
         "--max-num-seqs",
         metavar="N[,N…]",
         type=_several(_positive(int)),
-        default="256",
-        help="sequences that a replica runs at once (default: %(default)s)",
+        default=None,
+        help="sequences that a replica runs at once (default: 256)",
     )
     replay.add_argument(
         "--step-ms",
         metavar="MS[,MS…]",
         type=_several(_positive(float)),
-        default="8",
-        help="milliseconds that a replica takes for one decode step (default: %(default)s)",
+        default=None,
+        help="milliseconds that a replica takes for one decode step (default: 8)",
     )
     replay.add_argument(
         "--sequence-us",
         metavar="US[,US…]",
         type=_several(_positive(float, zero=True)),
-        default="20",
-        help="microseconds that each sequence adds to a decode step (default: %(default)s)",
+        default=None,
+        help="microseconds that each sequence adds to a decode step (default: 20)",
     )
     replay.add_argument(
         "--prefill-us",
         metavar="US[,US…]",
         type=_several(_positive(float, zero=True)),
-        default="20",
-        help="microseconds that a replica takes for a token of a prompt (default: %(default)s)",
+        default=None,
+        help="microseconds that a replica takes for a token of a prompt (default: 20)",
     )
     replay.add_argument(
         "--seed",
@@ -500,8 +509,8 @@ def parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
         "--vocab-size",
         metavar="N",
         type=_positive(int),
-        default=32_000,
-        help="to --url: token ids of the prompts are below it (default: %(default)d)",
+        default=None,
+        help="to --url: token ids of the prompts are below it (default: 32000)",
     )
     replay.add_argument(
         "--replica-metrics",

@@ -36,14 +36,17 @@ def settings_table() -> str:
 def commands_table() -> str:
     """One row for each option of ``COMMANDS`` that is not one of ``rollmux serve``."""
     _, commands = parsers()
-    settings = {info.flag for info in options()}
+    settings = {info.flag: info.help_text for info in options()}
     rows = ["| command | option | meaning |", "|---|---|---|"]
     for name in COMMANDS:
         for action in commands[name]._actions:
             flag = next((word for word in action.option_strings if word.startswith("--")), "")
-            if flag in settings or flag in ("", "--help", "--config"):
+            if flag in ("", "--help", "--config"):
                 continue
-            metavar = "" if action.nargs == 0 else f" {action.metavar or action.dest.upper()}"
+            if flag in settings and (action.help or "").startswith(settings[flag]):
+                continue  # replay has some of the same name that mean something else
+            words = action.metavar or "|".join(action.choices or [action.dest.upper()])
+            metavar = "" if action.nargs == 0 else f" {words}"
             # As --help writes it, with the default filled in.
             text = (action.help or "") % {"default": action.default}
             rows.append(f"| `rollmux {name}` | `{_escape(flag + metavar)}` | {_escape(text)} |")

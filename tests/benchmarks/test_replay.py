@@ -6,6 +6,7 @@ import json
 import random
 from array import array
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import hypothesis
@@ -14,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import ideal
-from benchmarks.replay import Options, Replay, percentiles, replay
+from benchmarks.replay import SWEPT, Options, Replay, percentiles, replay
+from benchmarks.replay_http import VOCABULARY
 from benchmarks.trace import Event, Request, Trace, read
-from proxy.__main__ import main
+from proxy.__main__ import main, parsers
 from routing.router import Decision, NoReplica, ReplicaLoad, RouteRequest, RouterSettings, Stateless
 
 BLOCK = 16
@@ -407,3 +409,11 @@ def test_values_that_are_none_are_bad_usage(values: str, capsys):
         main(["replay", "--workload", "grpo", "--replicas", values])
     assert ended.value.code == 2
     assert "--replicas" in capsys.readouterr().err
+
+
+def test_the_help_names_the_defaults_that_are_used():
+    shown = {a.dest: a.help for a in parsers()[1]["replay"]._actions}
+    usual = asdict(Options())
+    for name in SWEPT.keys() - {"replicas", "inflight"}:  # theirs are the trace's
+        assert f"(default: {usual[name]:.10g})" in shown[name], name
+    assert f"(default: {VOCABULARY})" in shown["vocab_size"]

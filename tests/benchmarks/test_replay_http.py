@@ -334,11 +334,14 @@ async def test_an_address_that_is_no_vllm_is_told(replica, tmp_path, capsys):
     ("words", "told"),
     [
         (["--url", "gpu1:8000"], "write http://gpu1:8000"),
-        (["--url", "http://a", "--router", "prefix"], "the server's own"),
+        (["--url", "http://a", "--router", "prefix"], "--router: is the server's own"),
+        (["--url", "http://a", "--step-ms", "8"], "--step-ms: is the server's own"),
+        (["--url", "http://a", "--spill-threshold", "8"], "--spill-threshold: is the server's own"),
         (["--url", "http://a", "--inflight", "2", "--speed", "2"], "give one of them"),
         (["--url", "http://a", "--vocab-size", "20"], "--vocab-size"),
         (["--url", "http://a", "--api-key-env", "NOT_SET_HERE"], "NOT_SET_HERE is not set"),
         (["--speed", "2"], "--speed: goes with --url only"),
+        (["--vocab-size", "500"], "--vocab-size: goes with --url only"),
         (["--replica-metrics", "http://a"], "--replica-metrics: goes with --url only"),
     ],
 )
