@@ -29,7 +29,8 @@ import httpx
 
 from benchmarks.daemon import HERE, DaemonGone, connect, daemon, end
 from benchmarks.origin import line, origin
-from benchmarks.overhead.proxies import ROUTER_VERSION, find_router
+from benchmarks.overhead.process import free_port
+from benchmarks.overhead.proxies import ROUTER_VERSION, find_router, router_command
 from benchmarks.replay import Options
 from benchmarks.trace import Trace, TraceError, read
 from benchmarks.workloads import WorkloadError, make
@@ -111,14 +112,10 @@ async def replicas(
 
 
 @contextlib.asynccontextmanager
-async def peer(command: Path, urls: Sequence[str], port: int, log: Path) -> AsyncIterator[str]:
+async def peer(command: Path, urls: Sequence[str], log: Path) -> AsyncIterator[str]:
     """vllm-router with its default policy and thresholds. Raises DaemonGone."""
-    words = [
-        *(str(command), "--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware"),
-        # Nothing of what is measured: it has no room for a thousand in flight by default.
-        *("--max-concurrent-requests", "20000", "--queue-size", "20000"),
-        *("--prometheus-port", str(port + 1), "--log-level", "error", "--worker-urls", *urls),
-    ]
+    port = free_port()
+    words = router_command(command, port, urls)
     with log.open("wb") as output:
         child = await asyncio.create_subprocess_exec(*words, stdout=output, stderr=output)
     url = f"http://127.0.0.1:{port}"
@@ -169,7 +166,7 @@ async def measure(
     async def run(column: str, log: Path) -> Any:
         async with replicas(given.replicas, trace.block_tokens, given) as urls:
             if column == PEER:
-                front = peer(given.vllm_router, urls, given.port, log)
+                front = peer(given.vllm_router, urls, log)
             else:
                 front = daemon(urls, log, ["--router", column])
             async with front as url:
@@ -218,7 +215,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--cache-tokens", type=int, default=2_000_000, help="of a replica (default: %(default)d)")
     add("--rounds", type=int, default=1, help="of each column (default: %(default)d)")
     add("--seed", type=int, default=0, help="of the prompts (default: %(default)d)")
-    add("--port", type=int, default=18_170, help="of vllm-router; it takes the next one, too")
     add("--vllm-router", type=Path, default=None, metavar="PATH", help="its command")
     add("--json", action="store_true", help="print JSON instead of tables")
     given = parser.parse_args(argv)

@@ -139,6 +139,13 @@ class Generations:
         except ProxyError as error:
             record.error = error.code
             record.status = error.status
+            log.log(
+                self._level("", error.code),
+                "a generation was answered %d %s: %.300s",
+                error.status,
+                error.code,
+                error,
+            )
             if not client.started:
                 client.answer(error)
         except Exception:
@@ -218,7 +225,8 @@ class Generations:
                 return
 
     def _level(self, replica: str, cause: str) -> int:
-        """A replica that dies takes hundreds of rollouts along: one line tells of them."""
+        """A replica that dies takes hundreds of rollouts along: one line tells of them. A cause
+        that is no replica's comes without one."""
         now_s = monotonic()
         if now_s < self._quiet_until_s.get((replica, cause), 0.0):
             return logging.DEBUG

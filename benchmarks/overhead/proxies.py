@@ -90,6 +90,11 @@ def _aiohttp(port: int, upstreams: Sequence[str], ca_file: str, _: Path | None) 
 def _router(port: int, upstreams: Sequence[str], _: str, router: Path | None) -> list[str]:
     if router is None:
         raise NotInstalled(f"vllm-router {ROUTER_VERSION}")
+    return router_command(router, port, upstreams)
+
+
+def router_command(router: Path, port: int, upstreams: Sequence[str]) -> list[str]:
+    """vllm-router with its cache_aware policy and thresholds."""
     return [
         str(router), "--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware",
         "--worker-urls", *upstreams, "--prometheus-port", str(free_port()), "--log-level", "error",

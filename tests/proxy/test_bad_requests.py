@@ -38,6 +38,20 @@ async def test_a_body_that_is_no_json_object_is_400(start, body, words):
         assert not replica.generations
 
 
+async def test_the_log_names_what_was_refused_once_in_a_while(start, caplog):
+    async with ScriptedReplica() as replica:
+        running = await start([replica.url])
+        for _ in range(3):
+            await running.client.post(PATH, content=b"prompt=hello")
+            await running.complete("never-heard-of", [1])
+    lines = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert [line.partition(":")[0] for line in lines if "a generation was answered" in line] == [
+        "a generation was answered 400 bad_request",
+        "a generation was answered 404 unknown_model",
+    ]
+    assert "never-heard-of" in caplog.text
+
+
 async def test_a_64_mb_prompt_is_413_and_the_connection_goes_on(start):
     """The client sends to its end and then reads the reason, instead of a broken pipe."""
     async with ScriptedReplica() as replica:
