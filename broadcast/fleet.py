@@ -16,7 +16,9 @@ Rules, in order of weight:
 6. What missed a committed change while ``suspect`` goes to ``joining``. So does a replica whose
    marker, names or pause state are not what we left there: it restarted, or somebody meddled.
 7. After weights changed in place, a process that did not take part stays out for good.
-8. What leaves ``ready`` again soon after it came back waits longer each time, 30 s at most.
+8. What leaves ``ready`` again soon after it came back waits longer each time, 30 s at most; but
+   what a probe has cleared of suspicion comes back sooner where more replicas are suspect than
+   ready, for then the trouble lies in between, and waiting mends nothing.
 
 Events return the transitions they caused, for the shell to log and act on. An event about a
 replica that was removed meanwhile, or about an earlier epoch of it, changes nothing.
@@ -38,7 +40,9 @@ SLOW_PROBES = 3
 FLAP_S = 30.0
 """A stay in ``ready`` shorter than this counts as a flap: six intervals of the default probe."""
 MAX_BACK_OFF_S = 30.0
-"""Longest wait before a replica that flaps is tried again, while at least half are ready."""
+"""Longest wait before a replica that flaps is tried again."""
+LEAST_OUT_S = 0.5
+"""What flaps is out for so long in any case, so that it is looked at and logged no more often."""
 DETAIL_CHARS = 500
 """Bound of ``last_error``: it is shown in the status and in the answer to ``/health``."""
 OTHER_WEIGHTS = "holds other weights: they were changed in place while it was away"
@@ -408,7 +412,9 @@ class Fleet:
             return self._move(
                 r, ReplicaState.JOINING, "missed_change", "a change was made without it", now_s
             )
-        if now_s < r.retry_at_s and self._can_spare_suspects():
+        if now_s < r.retry_at_s and (
+            now_s - r.since_s < LEAST_OUT_S or len(self.routable()) >= self._suspects()
+        ):
             return NONE
         return self._move(r, ReplicaState.READY, "", "answers again", now_s)
 
@@ -691,10 +697,8 @@ class Fleet:
         r._flaps = min(r._flaps + 1, 16)
         r.retry_at_s = now_s + min(MAX_BACK_OFF_S, 2.0**r._flaps - 1)
 
-    def _can_spare_suspects(self) -> bool:
-        """Past half of those that answer, the trouble is in between: waiting mends nothing."""
-        suspect = sum(r.state is ReplicaState.SUSPECT for r in self)
-        return len(self.routable()) >= suspect
+    def _suspects(self) -> int:
+        return sum(r.state is ReplicaState.SUSPECT for r in self)
 
     def _new_life(self, r: Replica, now_s: float) -> None:
         r.epoch += 1

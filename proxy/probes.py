@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import orjson
 
-from broadcast.answer import Answer, NoAnswer
+from broadcast.answer import Answer, Cause, NoAnswer
 from broadcast.answers import read_models
 from broadcast.fleet import Probe, Replica, ReplicaState, Transition
 from proxy.calls import Calls
@@ -21,7 +21,7 @@ from routing.ids import AdapterName, ReplicaId
 log = logging.getLogger("rollmux")
 
 PROBE_TIMEOUT_S = 10.0
-"""One call of a probe. A server busy reading a large adapter answers late (field report: 7 s)."""
+"""The calls of a probe. A server busy reading a large adapter answers late (field report: 7 s)."""
 EAGER_S = 1.0
 """Wait between looks at a replica that is not ready: it may be back any moment."""
 
@@ -38,14 +38,24 @@ class Failed:
 async def look(calls: Calls, replica: ReplicaId, now_s: Callable[[], float]) -> Probe | Failed:
     """One deep probe. ``/is_paused`` goes through the engine's loop; ``/health`` would not.
 
-    One call after the other, so that one connection, and one TLS handshake, is enough. A server
-    without the development endpoints still counts as alive: then only its list of models is known.
+    One call after the other, so that one connection, and one TLS handshake, is enough; all of them
+    within ``PROBE_TIMEOUT_S``. A server without the development endpoints still counts as alive:
+    then only its list of models is known.
     """
     sent_at_s = now_s()
-    models = await calls(replica, "GET", "/v1/models", timeout_s=PROBE_TIMEOUT_S)
+
+    async def ask(target: str) -> Answer | NoAnswer:
+        left_s = max(0.1, sent_at_s + PROBE_TIMEOUT_S - now_s())
+        answer = await calls(replica, "GET", target, timeout_s=left_s)
+        if isinstance(answer, NoAnswer) and answer.cause is Cause.RESET:
+            # Something in between may close a connection behind each answer without saying so.
+            answer = await calls(replica, "GET", target, timeout_s=left_s)
+        return answer
+
+    models = await ask("/v1/models")
     if failed := _failed(models):
         return failed
-    paused = await calls(replica, "GET", "/is_paused", timeout_s=PROBE_TIMEOUT_S)
+    paused = await ask("/is_paused")
     if failed := _failed(paused):
         return failed
     assert isinstance(models, Answer)
@@ -56,7 +66,9 @@ async def look(calls: Calls, replica: ReplicaId, now_s: Callable[[], float]) -> 
     if models.status != 200:
         code = "edge" if judge(models.status, models.body) is Verdict.EDGE else "models"
         return Failed(f"{code}_{models.status}", f"/v1/models: {models.status} {models.text(200)}")
-    weights = await calls(replica, "GET", "/weight_info", timeout_s=PROBE_TIMEOUT_S)
+    weights = await ask("/weight_info")
+    if isinstance(weights, NoAnswer):  # not the same as no marker: it would be a restarted one
+        return Failed(weights.cause.value, weights.detail)
     listed = read_models(models)
     if listed is None:
         return Failed("not_vllm", f"/v1/models is not a list of models: {models.text(200)}")
@@ -70,7 +82,7 @@ async def look(calls: Calls, replica: ReplicaId, now_s: Callable[[], float]) -> 
 
 
 def _failed(answer: Answer | NoAnswer) -> Failed | None:
-    """What an answer to any of the calls says of the replica, if that is bad."""
+    """What an answer says of the replica, if that is bad."""
     if isinstance(answer, NoAnswer):
         return Failed(answer.cause.value, answer.detail)
     verdict = judge(answer.status, answer.body)
@@ -81,8 +93,8 @@ def _failed(answer: Answer | NoAnswer) -> Failed | None:
     return None
 
 
-def _field(answer: Answer | NoAnswer, name: str) -> object:
-    if isinstance(answer, NoAnswer) or not answer.ok:
+def _field(answer: Answer, name: str) -> object:
+    if not answer.ok:
         return None
     try:
         data = orjson.loads(answer.body)

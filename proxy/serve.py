@@ -97,6 +97,26 @@ def _listen(settings: Settings) -> socket.socket:
     return listener
 
 
+def printable(text: str) -> str:
+    """``text`` on one line, whatever a client or a replica put into it."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
+    )
+
+
+class _Text(logging.Formatter):
+    """Time, level and message."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = printable(record.message)
+        return super().formatMessage(record)
+
+
 class _Json(logging.Formatter):
     """One JSON object a line."""
 
@@ -104,7 +124,7 @@ class _Json(logging.Formatter):
         line = {
             "time": self.formatTime(record),
             "level": record.levelname.lower(),
-            "message": record.getMessage(),
+            "message": printable(record.getMessage()),
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
@@ -113,11 +133,7 @@ class _Json(logging.Formatter):
 
 def _start_logging(settings: Settings) -> None:
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        _Json()
-        if settings.log_format == "json"
-        else logging.Formatter("%(asctime)s %(levelname)-7s %(message)s")
-    )
+    handler.setFormatter(_Json() if settings.log_format == "json" else _Text())
     log.handlers = [handler]
     log.propagate = False
     log.setLevel(settings.log_level.upper())

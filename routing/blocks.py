@@ -43,6 +43,8 @@ class Path:
     end: BlockHash | None
     """Stands for the whole prompt, the part of a block after the last whole one included. None for
     an empty prompt and for one longer than asked for. Never equal to a block's hash."""
+    block_tokens: int = 0
+    """Of each block."""
 
 
 def chain(model: str, prompt: Sequence[int] | bytes, block_tokens: int) -> list[BlockHash]:
@@ -58,13 +60,13 @@ def path(model: str, prompt: Sequence[int] | bytes, block_tokens: int, max_block
     hashes, hasher, done = _walk(model, items, block_tokens, max_blocks)
     rest = items[done:]
     if not items or len(rest) >= _width(items, block_tokens):
-        return Path(hashes, None)
+        return Path(hashes, None, block_tokens)
     packed = rest if isinstance(rest, bytes) else _pack(rest)
     if packed is None:
         hasher, packed = _turn(hasher, rest), b""
     # Further on in the same stream of digests, so that no block of the same content equals it.
     end = hasher.update(packed).digest(DIGEST_BYTES, seek=DIGEST_BYTES)
-    return Path(hashes, BlockHash(end))
+    return Path(hashes, BlockHash(end), block_tokens)
 
 
 class Paths:

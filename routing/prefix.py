@@ -63,6 +63,7 @@ class Prefix:
         if settings.block_tokens < 1:
             raise ValueError(f"block_tokens is {settings.block_tokens}: it must be at least 1")
         self._spill_threshold = settings.spill_threshold
+        self._block_tokens = settings.block_tokens
         max_path_blocks = min(_MAX_PATH_BLOCKS, settings.max_tracked_blocks)
         self._paths = Paths(settings.block_tokens, max_path_blocks)
         self._table = PrefixTable(settings.max_tracked_blocks)
@@ -85,7 +86,9 @@ class Prefix:
             fleet = _Fleet(allowed(request, candidates), self._table)
         if not fleet.candidates:
             return NoReplica()
-        trail = request.path or self._paths.of(request.model, request.prompt)
+        trail = request.path
+        if trail is None or trail.block_tokens != self._block_tokens:
+            trail = self._paths.of(request.model, request.prompt)
         known = self._table.look(request.model, trail)
         owners = _owners_of_own_part(known, trail, everyone) & fleet.all_bits
         loads = [candidate.inflight for candidate in fleet.candidates]

@@ -54,8 +54,8 @@ class RouteRequest:
     exclude: frozenset[ReplicaId] = frozenset()
     """Replicas that failed this request already."""
     path: Path | None = field(default=None, compare=False, repr=False)
-    """What this policy gave as ``Decision.path`` for the same model and prompt, if that is known.
-    """
+    """What a policy gave as ``Decision.path`` for the same model and prompt, if that is known; of
+    another block size, perhaps."""
 
 
 @dataclass(slots=True)  # as RouteRequest

@@ -568,12 +568,14 @@ async def test_answers_are_those_of_real_vllm(name: str, real_url: str, adapters
         client.headers["connection"] = "close"  # some answers end it unannounced
         model = simulation.config.model
         tries = IN_FLIGHT_S if any(step.beside for step in steps) else IN_FLIGHT_S[:1]
+        told = []
         for in_flight_s in tries:
             real = await Session(client, real_url, model, adapters).play(steps, in_flight_s)
             simulated = await Session(client, simulation.url, model, adapters).play(steps)
             if not (found := differences(steps, real, simulated)):
                 break
-    assert not found, "\n" + "\n".join(found)
+            told += [f"what follows comes after {in_flight_s} s:", *found]
+    assert not found, "\n" + "\n".join(told)
 
 
 def differences(steps: list[Step], real: list[Answer], simulated: list[Answer]) -> list[str]:

@@ -6,7 +6,9 @@ import json
 import logging
 import sys
 
-from proxy.serve import _Json
+import pytest
+
+from proxy.serve import _Json, _Text
 
 
 def test_a_json_line_is_one_object_and_keeps_the_traceback():
@@ -22,3 +24,13 @@ def test_a_json_line_is_one_object_and_keeps_the_traceback():
     assert line["traceback"].endswith("ValueError: two\nlines")
     record.exc_info = None
     assert set(json.loads(_Json().format(record))) == {"time", "level", "message"}
+
+
+@pytest.mark.parametrize("formatter", [_Json(), _Text()], ids=["json", "text"])
+def test_what_a_client_sent_stays_within_its_line(formatter):
+    model = "x\n2026-01-01 00:00:00 ERROR   forged\r\x1b[31m\ud800 für"
+    record = logging.LogRecord("rollmux", logging.WARNING, __file__, 1, "no %s", (model,), None)
+    text = formatter.format(record)
+    assert text.isprintable()
+    assert "für" in text
+    text.encode()
