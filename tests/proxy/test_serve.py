@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import platform
+import subprocess
 import sys
 
 import pytest
@@ -34,3 +36,30 @@ def test_what_a_client_sent_stays_within_its_line(formatter):
     assert text.isprintable()
     assert "für" in text
     text.encode()
+
+
+FAULTS = """
+import resource, sys
+from proxy.serve import keep_freed_memory
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+for _ in range(20):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    replies = [bytearray(2_000_000) for _ in range(16)]
+    del replies
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 16)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has no mallopt")
+def test_large_replies_use_the_memory_of_those_before_them():
+    def faults(word: str) -> float:
+        """Page faults of one reply of 2 MB, which has 489 pages."""
+        run = subprocess.run(
+            [sys.executable, "-c", FAULTS, word], capture_output=True, text=True, check=True
+        )
+        return float(run.stdout)
+
+    if faults("not kept") < 100:
+        pytest.skip("nothing faults here in any case: huge pages?")
+    assert faults("kept") < 10
