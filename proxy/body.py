@@ -17,8 +17,8 @@ KEPT_BYTES = 2 * 1024 * 1024
 much, and what is no list of tokens 30 times at worst."""
 _ENTRY_BYTES = 256
 """What an entry counts for beside its body."""
-_SEED_AT_THE_END = re.compile(rb'"seed": ?(0|[1-9]\d{0,18})\}')
-_SEED_MOST_BYTES = len(b'"seed": }') + 19
+_SEED_NEAR_THE_END = re.compile(rb'"seed": ?(?:0|[1-9]\d{0,18})((?:, ?"\w+": ?-?\d[\d.eE+-]*)*\})')
+_NEAR_BYTES = 100
 
 
 @dataclass(slots=True)  # one a request: frozen, it takes a microsecond more
@@ -50,8 +50,8 @@ MAX_WEIGHT = 4096
 class Bodies:
     """Reads bodies, and remembers the latest.
 
-    The rollouts of a group differ in nothing but their seed, which TRL 1.16 writes last
-    (async_rollout_worker.py; 1.14 sends none), so that only the first of them is parsed.
+    The rollouts of a group differ in nothing but their seed, which TRL 1.16 writes last, or before
+    ``min_p`` (async_rollout_worker.py; 1.14 sends none), so that only the first of them is parsed.
     """
 
     def __init__(self) -> None:
@@ -80,14 +80,14 @@ class Bodies:
 
 
 def _with_seed_0(body: bytes) -> bytes:
-    """The body, with 0 for a seed that is its last member: all but the seed is as it was.
+    """The body, with 0 for a seed behind which there are only numbers: all else is as it was.
 
-    In front of the bracket that ends a body those bytes are a member of it and nothing else, for a
+    In front of the bracket that ends a body those bytes are members of it and nothing else, for a
     string would end in a quotation mark.
     """
-    start = body.rfind(b'"seed":', -_SEED_MOST_BYTES)
-    if start >= 0 and _SEED_AT_THE_END.fullmatch(body, start):
-        return body[:start] + b'"seed":0}'
+    start = body.rfind(b'"seed":', -_NEAR_BYTES)
+    if start >= 0 and (found := _SEED_NEAR_THE_END.fullmatch(body, start)):
+        return body[:start] + b'"seed":0' + found[1]
     return body
 
 

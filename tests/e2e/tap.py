@@ -38,6 +38,8 @@ class Exchange:
     headers: httpx.Headers
     reply: Any
     text: str
+    body: bytes
+    """Of the request, as the caller sent it."""
 
 
 class Tap:
@@ -71,7 +73,7 @@ class Tap:
             await self._live(receive, send)
             return
         request = Request(scope, receive)
-        body = await request.body()
+        sent = body = await request.body()
         asked = parse(body)
         if self._rewrite and isinstance(asked, dict):
             body = json.dumps(self._rewrite(scope["path"], asked)).encode()
@@ -98,6 +100,7 @@ class Tap:
             answer.headers,
             parse(answer.content),
             answer.text,
+            sent,
         )
         if await request.is_disconnected():
             self.unseen.append(exchange)

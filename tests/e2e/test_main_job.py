@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.trace import read
+from proxy.body import Bodies
 from tests.e2e import environment
 from tests.e2e.conftest import RealParts, prometheus_running, prometheus_values
 from tests.e2e.main_job import (
@@ -69,6 +70,16 @@ def test_trainer_runs_to_its_end_and_every_rollout_has_its_policy(
 ) -> None:
     run, _ = finished
     judge(run, replicas[0], steps=STEPS, publications=PUBLICATIONS)
+
+
+def test_rollouts_of_a_group_are_one_body_to_the_daemon(finished: tuple[Run, Scraped]) -> None:
+    """They differ in their seeds, where TRL writes them: each group is parsed and hashed once."""
+    run, _ = finished
+    bodies = Bodies()
+    rollouts = [bodies.read(e.body) for e in run.exchanges if e.path == COMPLETIONS]
+    seeds = {e.request["seed"] for e in run.exchanges if e.path == COMPLETIONS}
+    assert len(seeds) == len(rollouts)
+    assert len({id(rollout) for rollout in rollouts}) < len(rollouts) / 4
 
 
 def test_prometheus_scrapes_affinity_and_load_retries(finished: tuple[Run, Scraped]) -> None:

@@ -145,21 +145,24 @@ def test_a_single_choice_is_told_from_several(fields, single):
 TRL = b'{"model": "v3", "prompt": [1, 2, 3], "n": 1, "seed": %d}'
 
 
-def test_rollouts_that_differ_in_their_seed_alone_are_parsed_once(monkeypatch):
+@pytest.mark.parametrize("behind", [b"}", b', "min_p": 0.05}', b', "min_p": 1e-05, "n": 2}'])
+def test_rollouts_that_differ_in_their_seed_alone_are_parsed_once(monkeypatch, behind):
     parsed = []
     monkeypatch.setattr(body, "parse", lambda found: (parsed.append(found), parse(found))[1])
-    bodies = Bodies()
-    first = bodies.read(TRL % 9_223_372_036_854_775_807)
-    assert all(bodies.read(TRL % seed) is first for seed in range(8))
-    assert bodies.read((TRL % 0).replace(b"[1", b"[4")) is not first
-    assert bodies.read((TRL % 0).replace(b"v3", b"v4")).model == "v4"
+    bodies, group = Bodies(), TRL[:-1] + behind
+    first = bodies.read(group % 9_223_372_036_854_775_807)
+    assert first == parse(group % 1)
+    assert all(bodies.read(group % seed) is first for seed in range(8))
+    assert bodies.read((group % 0).replace(b"[1", b"[4")) is not first
+    assert bodies.read((group % 0).replace(b"v3", b"v4")).model == "v4"
     assert len(parsed) == 3
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        b'{"model": "v3", "prompt": [1, 2, 3], "seed": 5, "n": 2}',
+        b'{"model": "v3", "prompt": [1, 2, 3], "n": 1, "seed": 5, "n": 2}',
+        b'{"model": "v3", "prompt": [1, 2, 3], "n": 1, "seed": 5, "min_p": 0}',
         b'{"model": "v3", "prompt": [1, 2, 3], "n": 1, "more": {"seed": 5}}',
         b'{"model": "v3", "prompt": [1, 2, 3], "n": 1, "seed": 5.5}',
         b'{"model": "v3", "prompt": [1, 2, 3], "n": 1, "seed":5}',
@@ -181,6 +184,8 @@ def test_what_only_looks_like_a_seed_at_the_end_is_read_as_it_is(other):
         b'{"model": "v3", "prompt": [1, 2, 3], "n": 1, "seed":',
         b'{"model": "v3", "prompt": [1, 2, 3], "n": 1, "seed": 5',
         b'{"model": "v3", "prompt": [1, 2, 3], "n": 1, "seed": 5}}',
+        b'{"model": "v3", "prompt": [1, 2, 3], "n": 1, "seed": 5, "n"}',
+        b'{"model": "v3", "prompt": [1, 2, 3], "n": 1, "seed": 5, }',
         b"",
     ],
 )
@@ -191,7 +196,7 @@ def test_what_is_no_json_is_refused_though_a_good_one_began_so(broken):
         bodies.read(broken)
 
 
-NAMES = st.sampled_from(["model", "prompt", "n", "seed", "stream", '"seed": 5}'])
+NAMES = st.sampled_from(["model", "prompt", "n", "seed", "min_p", "stream", '"seed": 5}'])
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 9) | st.sampled_from(["a", '"seed": 5}', "5}"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
