@@ -41,8 +41,6 @@ FLAP_S = 30.0
 """A stay in ``ready`` shorter than this counts as a flap: six intervals of the default probe."""
 MAX_BACK_OFF_S = 30.0
 """Longest wait before a replica that flaps is tried again."""
-LEAST_OUT_S = 0.5
-"""What flaps is out for so long in any case, so that it is looked at and logged no more often."""
 DETAIL_CHARS = 500
 """Bound of ``last_error``: it is shown in the status and in the answer to ``/health``."""
 OTHER_WEIGHTS = "holds other weights: they were changed in place while it was away"
@@ -412,9 +410,7 @@ class Fleet:
             return self._move(
                 r, ReplicaState.JOINING, "missed_change", "a change was made without it", now_s
             )
-        if now_s < r.retry_at_s and (
-            now_s - r.since_s < LEAST_OUT_S or len(self.routable()) >= self._suspects()
-        ):
+        if now_s < r.retry_at_s and len(self.routable()) >= self._suspects():
             return NONE
         return self._move(r, ReplicaState.READY, "", "answers again", now_s)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import orjson
 
-from broadcast.answer import Answer, Cause, NoAnswer
+from broadcast.answer import Answer, NoAnswer
 from broadcast.answers import read_models
 from broadcast.fleet import Probe, Replica, ReplicaState, Transition
 from proxy.calls import Calls
@@ -21,9 +21,12 @@ from routing.ids import AdapterName, ReplicaId
 log = logging.getLogger("rollmux")
 
 PROBE_TIMEOUT_S = 10.0
-"""The calls of a probe. A server busy reading a large adapter answers late (field report: 7 s)."""
+"""One call of a probe. A server busy reading a large adapter answers late (field report: 7 s)."""
 EAGER_S = 1.0
 """Wait between looks at a replica that is not ready: it may be back any moment."""
+FLAPPING_S = 0.2
+"""Wait before a look at one that flaps. It may come back at once where most do, so this bounds how
+often it comes and goes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,37 +41,29 @@ class Failed:
 async def look(calls: Calls, replica: ReplicaId, now_s: Callable[[], float]) -> Probe | Failed:
     """One deep probe. ``/is_paused`` goes through the engine's loop; ``/health`` would not.
 
-    One call after the other, so that one connection, and one TLS handshake, is enough; all of them
-    within ``PROBE_TIMEOUT_S``. A server without the development endpoints still counts as alive:
-    then only its list of models is known.
+    A server without the development endpoints still counts as alive: then only its list of models
+    is known.
     """
     sent_at_s = now_s()
-
-    async def ask(target: str) -> Answer | NoAnswer:
-        left_s = max(0.1, sent_at_s + PROBE_TIMEOUT_S - now_s())
-        answer = await calls(replica, "GET", target, timeout_s=left_s)
-        if isinstance(answer, NoAnswer) and answer.cause is Cause.RESET:
-            # Something in between may close a connection behind each answer without saying so.
-            answer = await calls(replica, "GET", target, timeout_s=left_s)
-        return answer
-
-    models = await ask("/v1/models")
-    if failed := _failed(models):
-        return failed
-    paused = await ask("/is_paused")
-    if failed := _failed(paused):
-        return failed
+    models, paused, weights = await asyncio.gather(
+        calls(replica, "GET", "/v1/models", timeout_s=PROBE_TIMEOUT_S),
+        calls(replica, "GET", "/is_paused", timeout_s=PROBE_TIMEOUT_S),
+        calls(replica, "GET", "/weight_info", timeout_s=PROBE_TIMEOUT_S),
+    )
+    for answer in (models, paused, weights):
+        if failed := _failed(answer):
+            return failed
     assert isinstance(models, Answer)
     assert isinstance(paused, Answer)
+    assert isinstance(weights, Answer)
     if paused.status >= 500:
         # The API server still lists its models while its engine is dead.
         return Failed(f"is_paused_{paused.status}", f"/is_paused: {paused.text(300)}")
     if models.status != 200:
         code = "edge" if judge(models.status, models.body) is Verdict.EDGE else "models"
         return Failed(f"{code}_{models.status}", f"/v1/models: {models.status} {models.text(200)}")
-    weights = await ask("/weight_info")
-    if isinstance(weights, NoAnswer):  # not the same as no marker: it would be a restarted one
-        return Failed(weights.cause.value, weights.detail)
+    if weights.status >= 500:  # says nothing; no marker at all would be a restarted server's
+        return Failed(f"weight_info_{weights.status}", f"/weight_info: {weights.text(300)}")
     listed = read_models(models)
     if listed is None:
         return Failed("not_vllm", f"/v1/models is not a list of models: {models.text(200)}")
@@ -158,6 +153,9 @@ class Probes:
         kick = self._kicks[replica.id]
         while replica.id in fleet and not self._closing:
             kick.clear()
+            flaps = self._replicas.now_s() < replica.retry_at_s
+            if flaps and replica.state is ReplicaState.SUSPECT:
+                await asyncio.sleep(FLAPPING_S)
             try:
                 if replica in fleet.to_catch_up(self._replicas.now_s()):
                     await self._catch_up(replica)

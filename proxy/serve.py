@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
+import contextlib
 import gc
 import logging
 import signal
@@ -127,8 +127,10 @@ def keep_freed_memory() -> None:
     """Let glibc keep what large replies took: its pages, once given back, fault in anew for the
     next one, 400 times for 2 MB, which can take as long as all else. Another C library has no such
     call, and is left as it is."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
+    with contextlib.suppress(ImportError, OSError, AttributeError):
+        import ctypes  # not every Python has it
+
+        mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, 2 * IN_PLACE_MOST_BYTES)
         mallopt(_M_TRIM_THRESHOLD, KEPT_FREE_BYTES)
 
@@ -143,7 +145,8 @@ class _Json(logging.Formatter):
             "message": printable(record.getMessage()),
         }
         if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
+            trace = self.formatException(record.exc_info)
+            line["traceback"] = trace.encode("utf-8", "backslashreplace").decode()
         return orjson.dumps(line).decode()
 
 

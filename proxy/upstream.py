@@ -195,12 +195,7 @@ class Reply:
 
     def on_read(self) -> None:
         """What one read brought has been given, unless the reply is complete by it."""
-        if self._take is None or not self._chunks:
-            return
-        data = b"".join(self._chunks)
-        self._chunks.clear()
-        self._size = 0
-        if not self._take(data):
+        if self._take is not None and self._chunks and not self._take(self._pieces()):
             self._take = None
             self._wake()
 

@@ -479,20 +479,8 @@ def test_no_more_than_half_wait_out_their_broken_connections():
             if r.state is ReplicaState.SUSPECT:
                 fleet.probe_ok(r.id, probe(now_s), now_s)
         fewest = min(fewest, len(fleet.routable()))
-        now_s += 0.4
+        now_s += 0.1
     assert fewest == 4
-
-
-@pytest.mark.parametrize("count", [1, 2, 8])
-def test_however_many_connections_break_a_replica_comes_and_goes_twice_a_second_at_most(count):
-    fleet, replicas = ready(count)
-    moved = 0
-    for n in range(2000):
-        now_s = LONG_S + n / 100
-        for r in replicas:
-            moved += len(fleet.connection_lost(r.id, "reset", now_s))
-            moved += len(fleet.probe_ok(r.id, probe(now_s), now_s))
-    assert moved <= count * 20 * 2 * 2 + 2 * count
 
 
 # In-place changes

@@ -1,4 +1,4 @@
-"""One look at a replica: what it costs, and what it asks."""
+"""One look at a replica: what it asks, and what it makes of the answers."""
 
 from __future__ import annotations
 
@@ -6,76 +6,56 @@ from time import monotonic
 
 import pytest
 
-from benchmarks.replica import SimulatedReplica
 from broadcast.answer import Answer, Cause, NoAnswer
 from broadcast.fleet import Probe
-from proxy.calls import Calls
-from proxy.probes import Failed, look
-from proxy.tokens import Bearer
+from proxy.probes import FLAPPING_S, Failed, look
 from routing.ids import ReplicaId
 
 A = ReplicaId("a")
-
-
-async def test_a_look_takes_one_connection():
-    async with SimulatedReplica(model="tiny") as replica:
-        calls = Calls({A: replica.url}.get, Bearer())
-        seen = await look(calls, A, monotonic)
-        assert isinstance(seen, Probe)
-        assert seen.base_models == ("tiny",)
-        assert [len(replica.calls(p)) for p in ("/v1/models", "/is_paused", "/weight_info")] == [
-            1, 1, 1,
-        ]  # fmt: skip
-        assert replica.connections_made == 1
-        await calls.close()
+USUAL = {
+    "/v1/models": Answer(200, b'{"object": "list", "data": [{"id": "tiny", "parent": null}]}'),
+    "/is_paused": Answer(200, b'{"is_paused": false}'),
+    "/weight_info": Answer(200, b'{"weight_version": "run-1"}'),
+}
 
 
 def answering(**answers):
-    """Calls that are answered with a listing of one model, no pause and no marker, or as told."""
-    usual = {
-        "/v1/models": Answer(200, b'{"object": "list", "data": [{"id": "tiny", "parent": null}]}'),
-        "/is_paused": Answer(200, b'{"is_paused": false}'),
-        "/weight_info": Answer(200, b'{"weight_version": "run-1"}'),
-    }
-    asked = []
-
     async def calls(replica, method, target, body=None, *, timeout_s):
-        asked.append((target, timeout_s))
-        answer = answers.get(target.strip("/").replace("/", "_"), usual[target])
-        return answer(len(asked)) if callable(answer) else answer
+        return answers.get(target.strip("/").replace("/", "_"), USUAL[target])
 
-    calls.asked = asked
     return calls
 
 
-@pytest.mark.parametrize("cause", set(Cause) - {Cause.RESET})
-async def test_one_that_does_not_answer_is_asked_once(cause):
-    calls = answering(v1_models=NoAnswer(cause, "nothing"))
-    assert await look(calls, A, monotonic) == Failed(cause.value, "nothing")
-    assert [target for target, _ in calls.asked] == ["/v1/models"]
-
-
-async def test_a_connection_closed_behind_the_answer_before_is_no_failure():
-    """By something in between that does not announce it: the next call meets a closed one."""
-    reset = NoAnswer(Cause.RESET, "closed")
-    calls = answering(is_paused=lambda n: reset if n == 2 else Answer(200, b'{"is_paused":true}'))
-    seen = await look(calls, A, monotonic)
+async def test_a_look_sees_models_pause_and_marker():
+    seen = await look(answering(), A, monotonic)
     assert isinstance(seen, Probe)
-    assert (seen.paused, seen.identity) == (True, "run-1")
-    calls = answering(is_paused=reset)
-    assert await look(calls, A, monotonic) == Failed("reset", "closed")
+    assert (seen.base_models, seen.paused, seen.identity) == (("tiny",), False, "run-1")
 
 
-async def test_a_marker_that_could_not_be_read_is_not_another_marker():
-    calls = answering(weight_info=NoAnswer(Cause.TIMEOUT, "slow"))
-    assert await look(calls, A, monotonic) == Failed("timeout", "slow")
-    seen = await look(answering(weight_info=Answer(404, b"")), A, monotonic)
+@pytest.mark.parametrize("cause", Cause)
+@pytest.mark.parametrize("call", ["v1_models", "is_paused", "weight_info"])
+async def test_a_call_that_is_not_answered_is_a_failed_look(call, cause):
+    """Of the marker, too: none at all would be a restarted server's."""
+    seen = await look(answering(**{call: NoAnswer(cause, "nothing")}), A, monotonic)
+    assert seen == Failed(cause.value, "nothing")
+
+
+async def test_a_marker_that_an_edge_hides_is_not_another_marker():
+    seen = await look(answering(weight_info=Answer(502, b"<html>")), A, monotonic)
+    assert isinstance(seen, Failed)
+    assert seen.code == "weight_info_502"
+    seen = await look(answering(weight_info=Answer(404, b'{"detail":"Not Found"}')), A, monotonic)
     assert isinstance(seen, Probe)
     assert seen.identity is None
 
 
-async def test_the_calls_of_a_look_share_its_time():
-    times = iter([0.0, 0.0, 7.0, 12.0])
-    calls = answering()
-    await look(calls, A, lambda: next(times))
-    assert [timeout_s for _, timeout_s in calls.asked] == [10.0, 3.0, 0.1]
+async def test_one_that_breaks_every_connection_is_looked_at_a_few_times_a_second(start, pair):
+    running = await start([pair[0].url], hold_s=5)
+    pair[0].faults.add("/v1/completions", reset=True)
+    before = len(pair[0].calls("/is_paused"))
+    began_s = monotonic()
+    while (took_s := monotonic() - began_s) < 2:
+        await running.complete("tiny", [1])
+    looks = len(pair[0].calls("/is_paused")) - before
+    assert looks <= took_s / FLAPPING_S + 3
+    assert looks >= 3

@@ -36,6 +36,11 @@ def test_what_a_client_sent_stays_within_its_line(formatter):
     assert text.isprintable()
     assert "für" in text
     text.encode()
+    try:
+        raise ValueError(model)
+    except ValueError:
+        record.exc_info = sys.exc_info()
+    assert "ValueError" in formatter.format(record)
 
 
 FAULTS = """

@@ -123,8 +123,11 @@ async def test_large_replies_over_tls_come_whole_on_one_connection(start, author
 BODY = b"".join(b"%07d " % number for number in range(20_000))
 
 
-def serve_and_close(listener: socket.socket, context: ssl.SSLContext, answer: bytes) -> None:
-    """Until the listener is closed: all of the answer at once, and the end right behind it."""
+def serve_and_close(
+    listener: socket.socket, context: ssl.SSLContext, answer: bytes, *, stay: bool = False
+) -> None:
+    """Until the listener is closed: all of the answer at once, and the end right behind it, or with
+    ``stay`` when the client has gone."""
     with contextlib.suppress(OSError):
         while True:
             plain, _ = listener.accept()
@@ -132,7 +135,12 @@ def serve_and_close(listener: socket.socket, context: ssl.SSLContext, answer: by
                 asked = b""
                 while b"\r\n\r\n" not in asked:
                     asked += conn.recv(4096)
-                conn.sendall(b"HTTP/1.1 200 OK\r\nconnection: close\r\n" + answer)
+                whole = b"HTTP/1.1 200 OK\r\nconnection: close\r\n" + answer
+                piece_bytes = 8000 if stay else len(whole)
+                for start in range(0, len(whole), piece_bytes):
+                    conn.sendall(whole[start : start + piece_bytes])
+                if stay:
+                    conn.recv(1)
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -169,6 +177,44 @@ def test_a_reply_is_whole_though_its_server_closes_right_behind_it(authority, an
         serving.start()
         try:
             assert uvloop.run(all_of(listener.getsockname()[1])) == [BODY] * 40
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            serving.join()
+
+
+def test_a_stream_over_tls_goes_on_behind_a_client_that_reads_slowly(authority):
+    """On uvloop, where one read may bring more than is read ahead: reading stops, and has to go on
+    when that was taken."""
+    ca, context = authority
+    line = b"data: " + b"x" * 994
+    chunked = b"%x\r\n%b\r\n" % (len(line), line) * 8000 + b"0\r\n\r\n"
+    answer = b"transfer-encoding: chunked\r\n\r\n" + chunked
+
+    async def taken(port: int) -> int:
+        there = Upstream(f"https://127.0.0.1:{port}", context=ssl.create_default_context(cafile=ca))
+        reply = await there.ask(b"POST /x HTTP/1.1\r\nhost: x\r\n\r\n", b"", whole=False)
+        got, room = len(await reply.chunk()), 1_000_000
+
+        def take(piece: bytes) -> bool:
+            nonlocal got, room
+            got += len(piece)
+            room -= len(piece)
+            return room > 0
+
+        async with asyncio.timeout(20):
+            while not await reply.pour(take):
+                await asyncio.sleep(0.15)
+                room = 1_000_000
+            while there.opened:
+                await asyncio.sleep(0.15)
+        return got
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        args, stay = (listener, context, answer), {"stay": True}
+        serving = threading.Thread(target=serve_and_close, args=args, kwargs=stay)
+        serving.start()
+        try:
+            assert uvloop.run(taken(listener.getsockname()[1])) == 8_000_000
         finally:
             listener.shutdown(socket.SHUT_RDWR)
             serving.join()
