@@ -7,6 +7,7 @@ it can do what uvicorn cannot: never answer, reset, cut a body short, stop liste
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import struct
@@ -151,6 +152,8 @@ class Reply:
 Handler = Callable[[Arrival], Awaitable[Reply]]
 T = TypeVar("T")
 
+BACKLOG = 2048
+
 
 class Server:
     """Listens on one loopback port and keeps it over ``refuse`` and ``listen``.
@@ -180,7 +183,8 @@ class Server:
         self.connections: set[_Connection] = set()
         self.connections_made = 0
         self.arrivals = 0
-        self._server: asyncio.Server | None = None
+        self._listener: socket.socket | None = None
+        self._accepting: set[asyncio.Task[Any]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -189,23 +193,45 @@ class Server:
 
     @property
     def listening(self) -> bool:
-        return self._server is not None
+        return self._listener is not None
 
     async def listen(self) -> None:
         """Take connections; the port is chosen at the first time and kept."""
-        if self._server is not None:
+        if self._listener is not None:
             return
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        # With its protocol named: else asyncio leaves Nagle's delay on.
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((self.host, self.port))
+            listener.listen(BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+        listener.setblocking(False)
+        self.port = listener.getsockname()[1]
+        self._listener = listener
+        asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        # Not asyncio's server, which forgets to close what it accepted in the turn of its own end.
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            lambda: _Connection(self), self.host, self.port, backlog=2048, reuse_address=True
-        )
-        self.port = self._server.sockets[0].getsockname()[1]
+        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+            for _ in range(BACKLOG):
+                accepted, _ = listener.accept()
+                task = loop.create_task(
+                    loop.connect_accepted_socket(lambda: _Connection(self), accepted)
+                )
+                self._accepting.add(task)
+                task.add_done_callback(self._accepting.discard)
 
     def refuse(self, *, reset: bool = True) -> None:
         """Take no more connections; those open are reset, or left alone."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
         if reset:
             for connection in list(self.connections):
                 connection.reset()
@@ -215,7 +241,7 @@ class Server:
         self.refuse()
         for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._accepting, return_exceptions=True)
         await asyncio.sleep(0)  # transports close their sockets in the next turn of the loop
 
     def own(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

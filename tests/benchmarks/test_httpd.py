@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -160,6 +162,26 @@ def test_each_behaviour(
             await case(server)
         finally:
             await server.close()
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(run())
+
+
+@pytest.mark.parametrize("turns", range(8))
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_closed_server_holds_no_connection_whenever_it_came(
+    turns: int, loop_factory: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    async def run() -> None:
+        server = Server(hello)
+        await server.listen()
+        with socket.create_connection((server.host, server.port)) as client:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await server.close()
+            client.setblocking(False)
+            with contextlib.suppress(ConnectionResetError):
+                assert client.recv(1) == b""
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(run())
