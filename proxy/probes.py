@@ -205,6 +205,11 @@ class Probes:
         while True:
             due_s = loop.time() + 1.0
             await asyncio.sleep(1.0)
-            worst = [*worst[-9:], max(0.0, loop.time() - due_s)]
+            late_s = max(0.0, loop.time() - due_s)
+            worst = [*worst[-9:], late_s]
             self._replicas.metrics.loop_lag.set(max(worst))
-            self._replicas.apply(self._replicas.fleet.tick(self._replicas.now_s()))
+            fleet = self._replicas.fleet
+            # While this process stood still (frozen, its machine moved) answers came that it has
+            # yet to read.
+            if late_s < fleet.stall_s / 2:
+                self._replicas.apply(fleet.tick(self._replicas.now_s()))

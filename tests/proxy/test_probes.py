@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from time import monotonic
 
 import pytest
@@ -59,3 +60,16 @@ async def test_one_that_breaks_every_connection_is_looked_at_a_few_times_a_secon
     looks = len(pair[0].calls("/is_paused")) - before
     assert looks <= took_s / FLAPPING_S + 3
     assert looks >= 3
+
+
+async def test_a_daemon_that_stood_still_takes_no_replica_for_stalled(start, pair, caplog):
+    """Frozen, or moved to another machine: the answers are there, and are yet to be read."""
+    for replica in pair:
+        replica.faults.add("/is_paused", delay_s=0.1)
+    running = await start([r.url for r in pair], probe_s=0.01, stall_s=1.0)
+    await running.until(lambda: all(r.calls("/is_paused")[-1].status is None for r in pair))
+    time.sleep(3.0)  # noqa: ASYNC251
+    value = running.daemon.metrics.registry.get_sample_value
+    await running.until(lambda: (value("rollmux_event_loop_lag_seconds") or 0) >= 1.9)
+    await running.until_ready(2)
+    assert "no sign of life" not in caplog.text
