@@ -242,7 +242,8 @@ class Server:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, *self._accepting, return_exceptions=True)
-        await asyncio.sleep(0)  # transports close their sockets in the next turn of the loop
+        for _ in range(2):  # in which transports close their sockets, and clients here hear of it
+            await asyncio.sleep(0)
 
     def own(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A task that ends with this server at the latest."""

@@ -109,7 +109,7 @@ class Prefix:
             depth -= 1
         if depth and depth == len(trail.blocks) + (trail.end is not None):
             reason = _AFFINITY
-        self._table.record(request.model, trail, picked)
+        self._table.record(request.model, trail, picked, known)
         total = len(trail.blocks)
         return Decision(picked, reason, min(depth, total), total, trail)
 

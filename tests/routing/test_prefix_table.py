@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from routing import prefix_table
 from routing.blocks import Path, path
@@ -19,8 +19,10 @@ LIVE, VOID = "live", "void"
 
 @dataclass
 class NaiveBlock:
+    name: bytes
     model: str
     state: str = LIVE
+    generation: int = 0
     owners: set = field(default_factory=set)
     after: set = field(default_factory=set)
     ends: set = field(default_factory=set)
@@ -31,43 +33,65 @@ class NaiveTable:
 
     def __init__(self, bound: int) -> None:
         self.bound = bound
-        self.blocks: dict[bytes, NaiveBlock] = {}  # oldest first
+        self.blocks: list[NaiveBlock] = []
+
+    @property
+    def youngest(self) -> int:
+        return max((block.generation for block in self.blocks), default=0)
+
+    def living(self, name: bytes) -> NaiveBlock | None:
+        found = [b for b in self.blocks if b.name == name and b.state == LIVE]
+        assert len(found) <= 1
+        return found[0] if found else None
+
+    def drop(self, generation: int) -> None:
+        self.blocks = [block for block in self.blocks if block.generation != generation]
 
     def record(self, model: str, trail: Path, replica: str) -> None:
         whole = [*trail.blocks] + ([trail.end] if trail.end else [])
-        for position in reversed(range(len(whole))):
-            name = whole[position]
-            block = self.blocks.pop(name, None)
-            if block is None or block.state == VOID:
-                block = NaiveBlock(model)
+        whole = whole[: self.bound]
+        if not whole:
+            return
+        last = self.living(whole[-1])
+        if last and replica in last.owners and last.generation == self.youngest:
+            return
+        generation = self.youngest
+        young = sum(block.generation == generation for block in self.blocks)
+        if young and young + len(whole) > max(1, self.bound // prefix_table._GENERATIONS):
+            generation += 1
+        for position, name in enumerate(whole):
+            block = self.living(name)
+            if block is None:
+                block = NaiveBlock(name, model)
+                self.blocks = [
+                    b for b in self.blocks if (b.name, b.generation) != (name, generation)
+                ]
+                self.blocks.append(block)
+            block.generation = generation
             block.owners.add(replica)
             if position + 1 < len(whole):
                 kind = block.ends if whole[position + 1] == trail.end else block.after
                 kind.add(whole[position + 1])
-            self.blocks[name] = block
         while len(self.blocks) > self.bound:
-            del self.blocks[next(iter(self.blocks))]
-        if whole:
-            for _ in range(prefix_table._SWEPT_PER_RECORD):
-                oldest = next(iter(self.blocks))
-                if self.blocks[oldest].state == LIVE:
-                    break
-                del self.blocks[oldest]
+            self.drop(min(block.generation for block in self.blocks))
 
     def forget(self, model: str | None = None) -> None:
-        for block in self.blocks.values():
+        for block in self.blocks:
             if model in (None, block.model):
                 block.state = VOID
+        for generation in {block.generation for block in self.blocks}:
+            if all(b.state == VOID for b in self.blocks if b.generation == generation):
+                self.drop(generation)
 
     def forget_replica(self, replica: str) -> None:
-        for block in self.blocks.values():
+        for block in self.blocks:
             block.owners.discard(replica)
 
     def look(self, trail: Path) -> list[NaiveBlock]:
         known = []
-        for name in [*trail.blocks] + ([trail.end] if trail.end else []):
-            block = self.blocks.get(name)
-            if block is None or block.state == VOID:
+        for name in ([*trail.blocks] + ([trail.end] if trail.end else []))[: self.bound]:
+            block = self.living(name)
+            if block is None:
                 break
             known.append(block)
         return known
@@ -77,10 +101,11 @@ prompts = st.lists(st.integers(0, 1), max_size=9)
 
 
 class TableMachine(RuleBasedStateMachine):
-    def __init__(self) -> None:
-        super().__init__()
-        self.naive = NaiveTable(12)
-        self.table = PrefixTable(12)
+    @initialize(bound=st.sampled_from([3, 12, 40, 120]))
+    def begin(self, bound: int) -> None:
+        self.bound = bound
+        self.naive = NaiveTable(bound)
+        self.table = PrefixTable(bound)
 
     @rule(model=st.sampled_from(MODELS), prompt=prompts, replica=st.sampled_from(REPLICAS))
     def record(self, model: str, prompt: list[int], replica: str) -> None:
@@ -122,10 +147,9 @@ class TableMachine(RuleBasedStateMachine):
 
     @invariant()
     def counts_what_is_live(self) -> None:
-        live = sum(block.state == LIVE for block in self.naive.blocks.values())
-        assert len(self.table) == live <= 12
-        assert len(self.table._blocks) == len(self.naive.blocks)
-        assert list(self.table._blocks) == list(self.naive.blocks)
+        live = sum(block.state == LIVE for block in self.naive.blocks)
+        assert len(self.table) == live
+        assert self.table._held() == len(self.naive.blocks) <= self.bound
         assert len(self.table._by_model) == len(self.table._by_number) <= live
 
 
@@ -137,7 +161,7 @@ def prompt(number: int, length: int = 64) -> list[int]:
     return [number * 1000 + position for position in range(length)]
 
 
-def test_the_oldest_prompt_goes_out_first_and_from_its_end() -> None:
+def test_the_prompt_that_was_longest_unused_goes_out_first() -> None:
     table = PrefixTable(10)
     trails = [path("m", prompt(number), 16, 10) for number in range(3)]  # 5 entries each
     table.record("m", trails[0], "r0")
@@ -145,19 +169,33 @@ def test_the_oldest_prompt_goes_out_first_and_from_its_end() -> None:
     table.record("m", trails[0], "r0")  # the younger one now
     table.record("m", trails[2], "r0")
     assert [len(table.look("m", trail)) for trail in trails] == [5, 0, 5]
-    table.record("m", path("m", prompt(4, 20), 16, 10), "r0")  # 2 entries
-    assert [len(table.look("m", trail)) for trail in trails] == [3, 0, 5]
 
 
-def test_forgotten_blocks_leave_memory_with_the_next_records() -> None:
-    table = PrefixTable(1000)
-    for number in range(100):
+def test_seven_eighths_of_the_bound_are_kept_whatever_comes() -> None:
+    table = PrefixTable(800)
+    for number in range(1000):
+        table.record("m", path("m", prompt(number), 16, 10), "r0")
+        kept = range(max(0, number - 140 + 1), number + 1)  # 140 prompts of 5 entries are 700
+        assert len(table.look("m", path("m", prompt(kept[0]), 16, 10))) == 5
+    assert 700 <= len(table) <= 800
+
+
+def test_a_prompt_longer_than_the_table_is_known_as_far_as_there_is_room() -> None:
+    table = PrefixTable(4)
+    trail = path("m", prompt(1), 16, 4)  # 5 entries
+    for _ in range(2):
+        table.record("m", trail, "r0")
+        assert len(table.look("m", trail)) == len(table) == 4
+
+
+def test_forgotten_blocks_leave_memory_at_once_where_nothing_else_is_beside_them() -> None:
+    table = PrefixTable(8000)
+    for number in range(1000):
         table.record("old", path("old", prompt(number), 16, 10), "r0")
-    table.forget_adapter("old")
-    assert (len(table), len(table._blocks)) == (0, 500)
     for number in range(10):
         table.record("new", path("new", prompt(number), 16, 10), "r0")
-    assert (len(table), len(table._blocks)) == (50, 50)
+    table.forget_adapter("old")
+    assert (len(table), table._held()) == (50, 50)
 
 
 def test_a_name_that_comes_again_does_not_bring_its_old_blocks_back() -> None:
@@ -198,7 +236,7 @@ def test_the_collector_does_not_track_blocks() -> None:
     for number in range(100):
         table.record("m", path("m", prompt(number), 16, 10), f"r{number % 3}")
     gc.collect()
-    assert not any(gc.is_tracked(block) for block in table._blocks.values())
+    assert not any(gc.is_tracked(block) for g in table._generations for block in g.blocks.values())
 
 
 def test_its_repr_shows_its_state() -> None:
