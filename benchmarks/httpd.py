@@ -199,6 +199,7 @@ class Server:
         """Take connections; the port is chosen at the first time and kept."""
         if self._listener is not None:
             return
+        await asyncio.sleep(0)  # what ``refuse`` has reset is closed before anybody connects
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         # With its protocol named: else asyncio leaves Nagle's delay on.
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -242,8 +243,7 @@ class Server:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, *self._accepting, return_exceptions=True)
-        for _ in range(2):  # in which transports close their sockets, and clients here hear of it
-            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # transports close their sockets in the next turn of the loop
 
     def own(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A task that ends with this server at the latest."""
