@@ -297,12 +297,13 @@ def give(
     shown: report_page.Rows,
     on_page: report_page.Rows,
 ) -> bool:
-    """Print the report, and write its page if one was asked for; False if that failed."""
+    """Write the report's page if one was asked for, and print it; False if there is no page."""
+    written = report_page.write(parsed.html, report, head, on_page)  # first: a pipe may be gone
     if parsed.json:
         print(json.dumps(report, indent=2))
     else:
         print(head, table(shown), sep="\n\n")
-    return report_page.write(parsed.html, report, head, on_page)
+    return written
 
 
 SWEPT = {

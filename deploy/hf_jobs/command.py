@@ -312,8 +312,11 @@ def _dry_run(given: argparse.Namespace, command: Sequence[str], environ: Mapping
 
 
 def _price(plan: Plan, hub: Hub) -> str:
-    """What the run costs, in one line. :raises HubError: the Hub cannot be asked."""
-    prices = hub.prices()
+    """What the run costs, in one line."""
+    try:
+        prices = hub.prices()
+    except HubError as error:
+        return f"price unknown ({error})"
     hourly, most = 0.0, 0.0
     for spec in plan.jobs():
         if spec.flavor not in prices:
@@ -346,8 +349,7 @@ def _status(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
     with _hub(given, credentials(environ)) as hub:
         hub.login(given.namespace)
         jobs = _of_run(hub, given.run, all_launches=given.all)
-        prices = hub.prices()
-    price = live_price((job for job in jobs if job.status.stage in ("RUNNING",)), prices)
+        price = _price_now(jobs, hub)
     if given.json:
         rows = [_row(job) for job in jobs]
         print(json.dumps({"run": given.run, "usd_per_hour": price, "jobs": rows}, indent=2))
@@ -360,6 +362,16 @@ def _status(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
         cost = "unknown" if price is None else f"${price:.2f} an hour"
         print(f"run {given.run}: {len(jobs)} Jobs, price now {cost}")
     return FINE if jobs else FAILURE
+
+
+def _price_now(jobs: Sequence[JobInfo], hub: Hub) -> float | None:
+    """Dollars an hour; nothing where the Hub does not tell."""
+    try:
+        prices = hub.prices()
+    except HubError as error:
+        stderr(str(error))
+        return None
+    return live_price((job for job in jobs if job.status.stage in ("RUNNING",)), prices)
 
 
 def _row(job: JobInfo) -> dict[str, Any]:

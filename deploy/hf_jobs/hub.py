@@ -34,6 +34,8 @@ UNSURE_LOOKS: Final = 3
 """How often an empty list has to be read after a start whose answer was lost."""
 EXPOSED_USD_HOUR: Final = 0.01
 """Flat, for a Job with an exposed port (Hugging Face's page on the prices of Jobs)."""
+PRICE_S: Final = 10.0
+"""Patience with the list of prices."""
 UNITS_PER_HOUR: Final = {"second": 3600, "minute": 60, "hour": 1}
 
 MISSING: Final = (
@@ -351,8 +353,13 @@ class Hub:
             )
 
     def prices(self) -> dict[str, float]:
-        """Dollars an hour by flavour."""
-        hardware = self._patiently("asking for prices", self._api.list_jobs_hardware)
+        """Dollars an hour by flavour. No run waits long for them.
+
+        :raises HubError: the Hub does not tell.
+        """
+        hardware = self._patiently(
+            "asking for prices", self._api.list_jobs_hardware, min(self._patience_s, PRICE_S)
+        )
         return {
             item.name: item.unit_cost_usd * UNITS_PER_HOUR[item.unit_label]
             for item in hardware
@@ -363,10 +370,11 @@ class Hub:
         """Whatever the Hub or a log may echo, the token is shown nowhere."""
         return text.replace(self._who.token, "***")
 
-    def _patiently(self, what: str, call: Callable[[], T]) -> T:
+    def _patiently(self, what: str, call: Callable[[], T], patience_s: float | None = None) -> T:
         from huggingface_hub.errors import HfHubHTTPError
 
-        end_s = time.monotonic() + self._patience_s
+        patience_s = self._patience_s if patience_s is None else patience_s
+        end_s = time.monotonic() + patience_s
         wait_s = self._retry_s
         told = False
         while True:
@@ -382,9 +390,9 @@ class Hub:
             except json.JSONDecodeError:  # a page of something in between, with status 200
                 why = "an answer that is not the Hub's"
             if time.monotonic() + wait_s > end_s:
-                raise HubError(f"{what}: {why}, for {self._patience_s:g} s", passing=True)
+                raise HubError(f"{what}: {why}, for {patience_s:g} s", passing=True)
             if not told:
-                self._say(f"{what}: {why}; trying again for up to {self._patience_s:g} s")
+                self._say(f"{what}: {why}; trying again for up to {patience_s:g} s")
                 told = True
             self._stop.sleep(wait_s)
             wait_s = min(2 * wait_s, MAX_RETRY_S)

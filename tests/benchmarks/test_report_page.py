@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
@@ -284,3 +287,19 @@ async def test_of_a_server_what_it_does_not_tell_is_left_out(tmp_path, capsys):
     found = Reader(page.read_text("utf-8"))
     assert list(found.tables) == ["Result"]
     assert ["failed: 400", "128"] in found.tables["Result"]
+
+
+def test_a_page_is_written_though_nobody_reads_the_report(tmp_path):
+    file = file_of(rollouts(steps=1), tmp_path / "t.jsonl")
+    page = tmp_path / "report.html"
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        subprocess.run(
+            [sys.executable, "-m", "proxy", "replay", str(file), "--html", str(page)],
+            stdout=writer,
+            timeout=60,
+        )
+    finally:
+        os.close(writer)
+    assert "prompt tokens from cache" in page.read_text("utf-8")

@@ -409,6 +409,18 @@ def test_status_shows_every_job_of_the_last_launch_and_the_price(hub, rollmux):
     assert rollmux("status", "--run", "unknown")[0] == 1
 
 
+def test_without_a_list_of_prices_a_run_starts_and_is_shown(hub, rollmux):
+    hub.refusals["GET /api/jobs/hardware"] = (403, "no")
+    code, _, err = rollmux(*UP, *TRAIN)
+    assert code == 0
+    assert "price unknown (asking for prices: " in err
+    code, out, err = rollmux("status", "--run", "r1")
+    assert code == 0
+    assert "3 Jobs, price now unknown" in out
+    assert "asking for prices: " in err
+    assert json.loads(rollmux("status", "--run", "r1", "--json")[1])["usd_per_hour"] is None
+
+
 def test_logs_are_those_of_the_trainer_or_of_one_replica(hub, rollmux):
     rollmux(*UP, *TRAIN)
     hub.jobs[1].log.append(f"Application startup complete, Bearer {TOKEN}")
