@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
+import ssl
 import struct
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -153,6 +155,8 @@ Handler = Callable[[Arrival], Awaitable[Reply]]
 T = TypeVar("T")
 
 BACKLOG = 2048
+RETRY_S = 1.0
+"""Until connections are taken again, after there was no descriptor for one."""
 
 
 class Server:
@@ -171,11 +175,13 @@ class Server:
         keep_alive_s: float = 5.0,
         uncancelled: frozenset[str] = frozenset(),
         log_limit: int = 100_000,
+        context: ssl.SSLContext | None = None,
     ) -> None:
         self.handler = handler
         self.host = host
         self.port = port
         self.keep_alive_s = keep_alive_s
+        self.context = context
         self.uncancelled = uncancelled
         self.die: Callable[[], None] = self.refuse
         self.faults = Faults()
@@ -184,22 +190,26 @@ class Server:
         self.connections_made = 0
         self.arrivals = 0
         self._listener: socket.socket | None = None
-        self._accepting: set[asyncio.Task[Any]] = set()
+        self._accepting: dict[asyncio.Task[Any], socket.socket] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http{'s' if self.context else ''}://{self.host}:{self.port}"
 
     @property
     def listening(self) -> bool:
         return self._listener is not None
 
+    def accepts(self, listener: socket.socket) -> bool:
+        """Whether this is where connections are taken now."""
+        return listener is self._listener
+
     async def listen(self) -> None:
         """Take connections; the port is chosen at the first time and kept."""
+        await asyncio.sleep(0)  # what ``refuse`` has reset is closed before anybody connects
         if self._listener is not None:
             return
-        await asyncio.sleep(0)  # what ``refuse`` has reset is closed before anybody connects
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         # With its protocol named: else asyncio leaves Nagle's delay on.
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -213,19 +223,38 @@ class Server:
         listener.setblocking(False)
         self.port = listener.getsockname()[1]
         self._listener = listener
-        asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+        self._take(listener)
+
+    def _take(self, listener: socket.socket) -> None:
+        if self.accepts(listener):
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
         # Not asyncio's server, which forgets to close what it accepted in the turn of its own end.
         loop = asyncio.get_running_loop()
         with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
             for _ in range(BACKLOG):
-                accepted, _ = listener.accept()
+                try:
+                    accepted, _ = listener.accept()
+                except OSError as exc:
+                    if exc.errno not in (errno.EMFILE, errno.ENFILE):
+                        raise
+                    _LOG.warning("no connection is taken for %g s: %s", RETRY_S, exc.strerror)
+                    loop.remove_reader(listener)
+                    loop.call_later(RETRY_S, self._take, listener)
+                    return
                 task = loop.create_task(
-                    loop.connect_accepted_socket(lambda: _Connection(self), accepted)
+                    loop.connect_accepted_socket(
+                        lambda: _Connection(self, listener), accepted, ssl=self.context
+                    )
                 )
-                self._accepting.add(task)
-                task.add_done_callback(self._accepting.discard)
+                self._accepting[task] = accepted
+                task.add_done_callback(self._accepted)
+
+    def _accepted(self, task: asyncio.Task[Any]) -> None:
+        del self._accepting[task]
+        if not task.cancelled():
+            task.exception()  # a handshake that failed is the client's to tell
 
     def refuse(self, *, reset: bool = True) -> None:
         """Take no more connections; those open are reset, or left alone."""
@@ -240,9 +269,13 @@ class Server:
     async def close(self) -> None:
         """Everything ends: socket, connections, handlers."""
         self.refuse()
-        for task in list(self._tasks):
+        sockets = list(self._accepting.values())
+        tasks = [*self._tasks, *self._accepting]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, *self._accepting, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for accepted in sockets:
+            accepted.close()  # a task that had not begun has not
         await asyncio.sleep(0)  # transports close their sockets in the next turn of the loop
 
     def own(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -256,8 +289,9 @@ class Server:
 class _Connection(asyncio.Protocol):
     """One client's connection: requests are answered one after another."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, listener: socket.socket) -> None:
         self.server = server
+        self.listener = listener
         self.loop = asyncio.get_running_loop()
         self.transport: asyncio.Transport | None = None
         self.parser = httptools.HttpRequestParser(self)
@@ -275,8 +309,8 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # A cast, because uvloop's transports have the methods but not the base class.
         self.transport = cast(asyncio.Transport, transport)
-        if not self.server.listening:  # accepted in the very turn in which the server was closed
-            self.transport.abort()
+        if not self.server.accepts(self.listener):  # accepted in the very turn of its end
+            self.reset()
             return
         self.server.connections.add(self)
         self.server.connections_made += 1

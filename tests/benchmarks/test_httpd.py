@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import resource
 import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from benchmarks import httpd
 from benchmarks.httpd import Arrival, Reply, Server
 
 
@@ -182,6 +185,59 @@ def test_a_closed_server_holds_no_connection_whenever_it_came(
             client.setblocking(False)
             with contextlib.suppress(ConnectionResetError):
                 assert client.recv(1) == b""
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(run())
+
+
+@pytest.mark.parametrize("turns", range(8))
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_server_that_listens_again_resets_what_came_to_it_before(
+    turns: int, loop_factory: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    async def run() -> None:
+        server = Server(hello)
+        await server.listen()
+        with socket.create_connection((server.host, server.port)) as client:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            server.refuse()
+            await server.listen()
+            await asyncio.sleep(0.05)
+            client.setblocking(False)
+            with pytest.raises(ConnectionResetError):
+                client.recv(1)
+        await server.close()
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(run())
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_server_without_descriptors_waits_for_some(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        server = Server(hello)
+        await server.listen()
+        monkeypatch.setattr(httpd, "RETRY_S", 0.3)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with socket.create_connection((server.host, server.port)) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            client.setblocking(False)
+            highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+            with contextlib.ExitStack() as taken:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+                taken.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+                with contextlib.suppress(OSError):
+                    while True:
+                        taken.enter_context(socket.socket())
+                await asyncio.sleep(0.1)
+                with pytest.raises(BlockingIOError):
+                    client.recv(1)
+            await asyncio.sleep(0.5)
+            assert client.recv(100).startswith(b"HTTP/1.1 200 OK")
+        await server.close()
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(run())

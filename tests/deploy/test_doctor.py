@@ -196,8 +196,7 @@ async def http_to_a_tls_port(ward: Ward) -> None:
 async def secure(ward: Ward) -> None:
     assert ward.authority is not None
     replica = SimulatedReplica()
-    replica._server.__class__ = test_tls.SecureServer
-    replica._server.context = ward.authority[1]  # type: ignore[attr-defined]
+    replica._server.context = ward.authority[1]
     ward.urls.pop()
     await ward.take(replica)
 

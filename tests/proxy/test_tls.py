@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from benchmarks.httpd import Arrival, Reply, Server, _Connection
+from benchmarks.httpd import Arrival, Reply
 from proxy.settings import Secrets
 from proxy.upstream import Upstream
 from routing.ids import ReplicaId
@@ -67,26 +67,8 @@ def authority(tmp_path_factory):
     return folder / "ca.pem", context
 
 
-class SecureServer(Server):
-    """The simulated server behind TLS."""
-
-    context: ssl.SSLContext
-
-    @property
-    def url(self) -> str:
-        return f"https://{self.host}:{self.port}"
-
-    async def listen(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            lambda: _Connection(self), self.host, self.port, ssl=self.context
-        )
-        self.port = self._server.sockets[0].getsockname()[1]
-
-
 def secure(context: ssl.SSLContext, **options) -> ScriptedReplica:
     replica = ScriptedReplica(**options)
-    replica.server = SecureServer(replica._answer)
     replica.server.context = context
     return replica
 

@@ -1,7 +1,9 @@
 """The prefix table against a naive one that scans, and its bounds."""
 
 import gc
+from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 from hypothesis import settings
@@ -44,6 +46,25 @@ class NaiveTable:
         assert len(found) <= 1
         return found[0] if found else None
 
+    @property
+    def span(self) -> int:
+        return max(1, self.bound // prefix_table._GENERATIONS)
+
+    def join(self) -> None:
+        """Of the neighbours that fit into one span the smallest pair; of equals the youngest."""
+        sizes = Counter(block.generation for block in self.blocks)
+        pairs = list(pairwise(sorted(sizes, reverse=True)))
+        if not pairs:
+            return
+        younger, elder = min(pairs, key=lambda pair: sizes[pair[0]] + sizes[pair[1]])
+        if sizes[younger] + sizes[elder] > self.span:
+            return
+        again = {block.name for block in self.blocks if block.generation == younger}
+        self.blocks = [b for b in self.blocks if b.generation != elder or b.name not in again]
+        for block in self.blocks:
+            if block.generation == elder:
+                block.generation = younger
+
     def drop(self, generation: int) -> None:
         self.blocks = [block for block in self.blocks if block.generation != generation]
 
@@ -57,7 +78,8 @@ class NaiveTable:
             return
         generation = self.youngest
         young = sum(block.generation == generation for block in self.blocks)
-        if young and young + len(whole) > max(1, self.bound // prefix_table._GENERATIONS):
+        if young and young + len(whole) > self.span:
+            self.join()
             generation += 1
         for position, name in enumerate(whole):
             block = self.living(name)
@@ -150,6 +172,7 @@ class TableMachine(RuleBasedStateMachine):
         live = sum(block.state == LIVE for block in self.naive.blocks)
         assert len(self.table) == live
         assert self.table._held() == len(self.naive.blocks) <= self.bound
+        assert len(self.table._generations) <= 2 * (self.bound // self.naive.span) + 2
         assert len(self.table._by_model) == len(self.table._by_number) <= live
 
 
@@ -178,6 +201,33 @@ def test_seven_eighths_of_the_bound_are_kept_whatever_comes() -> None:
         kept = range(max(0, number - 140 + 1), number + 1)  # 140 prompts of 5 entries are 700
         assert len(table.look("m", path("m", prompt(kept[0]), 16, 10))) == 5
     assert 700 <= len(table) <= 800
+
+
+@pytest.mark.parametrize("new", [0, 1])
+def test_prompts_that_come_again_for_ever_leave_no_empty_generations_behind(new: int) -> None:
+    table = PrefixTable(8000)
+    for turn in range(100):
+        for number in range(300):  # 1500 of 8000 entries, and each time some that are new
+            table.record("m", path("m", prompt(number), 16, 10), "r0")
+        for number in range(new):
+            table.record("m", path("m", prompt(1000 + turn + number), 16, 10), "r0")
+    assert len(table) == 1500 + 500 * new
+    assert len(table._generations) <= 2 * prefix_table._GENERATIONS + 2
+    assert not table._out
+
+
+def test_what_is_forgotten_is_freed_little_by_little() -> None:
+    table = PrefixTable(800)
+    for number in range(150):
+        table.record("m", path("m", prompt(number), 16, 10), "r0")
+    table.forget_all()
+    assert len(table) == table._held() == 0
+    left = [len(table._out)]
+    while table._out:
+        table.record("m", path("m", prompt(1), 16, 10), "r0")
+        left.append(len(table._out))
+    assert left == list(range(left[0], -1, -1))
+    assert left[0] >= 8
 
 
 def test_a_prompt_longer_than_the_table_is_known_as_far_as_there_is_room() -> None:
