@@ -23,7 +23,7 @@ event loop for tens of milliseconds at each full collection.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -71,7 +71,7 @@ class PrefixTable:
         self._max_blocks = max_blocks
         self._span = max(1, max_blocks // _GENERATIONS)
         self._generations = [_Generation()]  # youngest first
-        self._out: list[_Generation] = []  # yet to be freed
+        self._out: deque[_Generation] = deque()  # yet to be freed
         # One epoch for each model that has a block here, so never more than there are blocks.
         self._by_model: dict[str, _Epoch] = {}
         self._by_number: dict[int, _Epoch] = {}
@@ -132,7 +132,7 @@ class PrefixTable:
         ``known`` is what ``look`` has just said of the path, to spare a second look.
         """
         if self._out:
-            del self._out[-1]
+            self._out.popleft()
         whole = self._whole(path)
         if not whole:
             return
@@ -202,7 +202,7 @@ class PrefixTable:
     def forget_all(self) -> None:
         self._by_model.clear()
         self._by_number.clear()
-        self._out += self._generations
+        self._out += [generation for generation in self._generations if generation.blocks]
         self._generations = [_Generation()]
         self._tracked = 0
         self._bits.clear()

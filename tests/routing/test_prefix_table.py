@@ -228,6 +228,11 @@ def test_what_is_forgotten_is_freed_little_by_little() -> None:
         left.append(len(table._out))
     assert left == list(range(left[0], -1, -1))
     assert left[0] >= 8
+    for _ in range(100):
+        table.forget_all()
+        table.forget_all()
+        table.record("m", path("m", prompt(1), 16, 10), "r0")
+    assert len(table._out) <= 1
 
 
 def test_a_prompt_longer_than_the_table_is_known_as_far_as_there_is_room() -> None:
