@@ -252,8 +252,10 @@ class Server:
                 task.add_done_callback(self._accepted)
 
     def _accepted(self, task: asyncio.Task[Any]) -> None:
-        del self._accepting[task]
-        if not task.cancelled():
+        accepted = self._accepting.pop(task)
+        if task.cancelled():
+            accepted.close()  # a task that had not begun has not
+        else:
             task.exception()  # a handshake that failed is the client's to tell
 
     def refuse(self, *, reset: bool = True) -> None:
@@ -269,13 +271,10 @@ class Server:
     async def close(self) -> None:
         """Everything ends: socket, connections, handlers."""
         self.refuse()
-        sockets = list(self._accepting.values())
         tasks = [*self._tasks, *self._accepting]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for accepted in sockets:
-            accepted.close()  # a task that had not begun has not
         await asyncio.sleep(0)  # transports close their sockets in the next turn of the loop
 
     def own(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

@@ -170,19 +170,27 @@ def test_each_behaviour(
         runner.run(run())
 
 
+@contextlib.asynccontextmanager
+async def connected(turns: int) -> AsyncIterator[tuple[Server, socket.socket]]:
+    """A server, and a connection that was made so many turns of the loop ago."""
+    server = Server(hello)
+    await server.listen()
+    with socket.create_connection((server.host, server.port)) as client:
+        client.setblocking(False)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        yield server, client
+    await server.close()
+
+
 @pytest.mark.parametrize("turns", range(8))
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_a_closed_server_holds_no_connection_whenever_it_came(
     turns: int, loop_factory: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
     async def run() -> None:
-        server = Server(hello)
-        await server.listen()
-        with socket.create_connection((server.host, server.port)) as client:
-            for _ in range(turns):
-                await asyncio.sleep(0)
+        async with connected(turns) as (server, client):
             await server.close()
-            client.setblocking(False)
             with contextlib.suppress(ConnectionResetError):
                 assert client.recv(1) == b""
 
@@ -196,18 +204,12 @@ def test_a_server_that_listens_again_resets_what_came_to_it_before(
     turns: int, loop_factory: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
     async def run() -> None:
-        server = Server(hello)
-        await server.listen()
-        with socket.create_connection((server.host, server.port)) as client:
-            for _ in range(turns):
-                await asyncio.sleep(0)
+        async with connected(turns) as (server, client):
             server.refuse()
             await server.listen()
             await asyncio.sleep(0.05)
-            client.setblocking(False)
             with pytest.raises(ConnectionResetError):
                 client.recv(1)
-        await server.close()
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(run())

@@ -134,9 +134,8 @@ async def test_nothing_of_a_request_is_kept_once_it_has_ended(start):
             for kind in map(type, gc.get_objects())
             if str(kind.__module__).startswith(ours)
         )
-        found["tasks"] = min(
-            [await tasks_soon() for _ in range(20)]
-        )  # a look at a replica has some
+        # The fewest: a look at a replica has some of its own.
+        found["tasks"] = min([await tasks_soon() for _ in range(20)])
         return found
 
     async with ScriptedReplica(script) as a, ScriptedReplica(script) as b:
